@@ -1,0 +1,8 @@
+"""flowkit post-trains flow-matching generators: online RL with reward models and few-step distillation."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+try:
+    __version__ = version("flowkit")
+except PackageNotFoundError:  # a source tree that was never installed
+    __version__ = "0+source"

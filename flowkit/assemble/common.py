@@ -1,0 +1,33 @@
+"""What several verbs need assembled."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from flowkit.config.schema import GrpoConfig
+from flowkit.data.prompts import read
+from flowkit.models import FlowModel, checkpoint_activations, load
+from flowkit.types import Prompt
+
+
+def cache_folder() -> Path:
+    """Where text encodings are kept between runs: FLOWKIT_CACHE, else the user's cache folder."""
+    base = os.environ.get("FLOWKIT_CACHE")
+    if base:
+        return Path(base)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flowkit"
+
+
+def prompt_files(cfg: GrpoConfig) -> tuple[list[Prompt], list[Prompt]]:
+    """Prompts to train on, and held-out ones."""
+    return read(cfg.prompts.train), read(cfg.prompts.test)[: cfg.prompts.test_limit]
+
+
+def model_of(cfg: GrpoConfig, device: str) -> FlowModel:
+    """The config's model on a device, its size checked before any weights are read."""
+    model = load(cfg.model, dtype=cfg.dtype, device=device, decode_batch=cfg.decode_batch)
+    model.check_size(cfg.pixels)
+    if cfg.gradient_checkpointing:
+        checkpoint_activations(model)
+    return model

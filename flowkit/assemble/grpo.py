@@ -1,0 +1,211 @@
+"""`flowkit grpo`: from a resolved config to a finished run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from flowkit.assemble.common import cache_folder, model_of, prompt_files
+from flowkit.config.load import Resolved, dump
+from flowkit.config.schema import GrpoConfig
+from flowkit.evaluate.heldout import evaluate
+from flowkit.flow.windows import trained_steps
+from flowkit.generate import Recipe, draw, grid_of
+from flowkit.models import Cond, FlowModel, lora
+from flowkit.models.text import encode_all
+from flowkit.rewards.pool import RewardPool
+from flowkit.rollout import Walk
+from flowkit.run import drive
+from flowkit.runtime import dist as processes
+from flowkit.runtime.dist import Dist
+from flowkit.runtime.folder import open_folder
+from flowkit.runtime.log import Metrics
+from flowkit.runtime.media import contact_sheet, save_png
+from flowkit.runtime.progress import Progress
+from flowkit.trainers.grpo import World, logp_floor, train
+from flowkit.trainers.state import TrainState, Weights
+
+log = logging.getLogger(__name__)
+
+
+def run(resolved: Resolved[GrpoConfig], *, resume: Path | None, fresh: bool, force: bool) -> None:
+    """Train to `steps`, from the newest checkpoint of the run folder if there is one.
+
+    Raises:
+        UserError, UsageError: as their places say; nothing of an earlier checkpoint is lost.
+        SystemExit: 130 or 143 after a signal, with a checkpoint saved.
+    """
+    cfg = resolved.config
+    with ExitStack() as stack:
+        dist = stack.enter_context(processes.init(cfg.device))
+        train_prompts, test_prompts = prompt_files(cfg)
+        model = model_of(cfg, str(dist.device))
+        pool = stack.enter_context(RewardPool(cfg.reward, cfg.reward_workers, cfg.reward_batch))
+        pool.check([*train_prompts, *test_prompts])
+        opened = stack.enter_context(
+            open_folder(
+                Path(cfg.out), dump(cfg), seed=cfg.seed, resume=resume, fresh=fresh, force=force, dist=dist
+            )
+        )
+        conds = encode(model, [p.text for p in (*train_prompts, *test_prompts)], cfg, dist)
+        state = TrainState.new(
+            trained(model, cfg),
+            lr=cfg.optim.lr,
+            betas=cfg.optim.betas,
+            eps=cfg.optim.eps,
+            weight_decay=cfg.optim.weight_decay,
+            warmup=cfg.optim.warmup,
+            grad_clip=cfg.optim.grad_clip,
+            ema_decay=cfg.ema.decay,
+            ema_interval=cfg.ema.interval,
+        )
+        if opened.checkpoint is not None:
+            state.load(opened.checkpoint)
+        world = World(
+            model=model,
+            conds=conds,
+            prompts=train_prompts,
+            submit=pool.submit,
+            reference=lambda: lora.reference(model),
+            latent=model.latent_shape(cfg.pixels),
+        )
+        walk = walk_of(model, cfg)
+        progress = stack.enter_context(Progress(cfg.steps, start=state.step, main=dist.main))
+        metrics = Metrics(
+            opened.folder,
+            cfg.report_to,
+            after=opened.step,
+            enabled=dist.main,
+        )
+        stack.callback(metrics.close)
+        say_floor(logp_floor(world, walk, cfg), cfg, progress)
+
+        def held_out(offset: int = len(train_prompts)) -> dict[str, float]:
+            asked = test_prompts[: cfg.eval.limit]
+            recipe = recipe_of(cfg, steps=cfg.eval.steps, guidance=cfg.eval.guidance)
+            with state.ema.swap():
+                return evaluate(
+                    model,
+                    lambda rows: conds([offset + i for i in rows]),
+                    asked,
+                    pool.submit,
+                    recipe,
+                    cfg.eval.batch,
+                    cfg.seed,
+                    dist,
+                )
+
+        def preview(path: Path, offset: int = len(train_prompts)) -> None:
+            if not dist.main:
+                return
+            jobs = [(i, cfg.seed) for i in range(min(cfg.preview.prompts, len(test_prompts)))]
+            recipe = recipe_of(cfg, steps=cfg.eval.steps, guidance=cfg.eval.guidance)
+            shown = []
+            for weights in ("raw", "ema"):
+                with ExitStack() as swapped:
+                    if weights == "ema":
+                        swapped.enter_context(state.ema.swap())
+                    for part, media in draw(
+                        model, lambda rows: conds([offset + i for i in rows]), jobs, recipe, cfg.eval.batch
+                    ):
+                        shown += [(f"{weights} {i}", media.pixels[n, 0]) for n, (i, _) in enumerate(part)]
+            sheet = contact_sheet([p for _, p in shown], len(jobs), [label for label, _ in shown])
+            save_png(path, sheet, {"prompts": [test_prompts[i].text for i, _ in jobs], "step": state.step})
+
+        drive(
+            train(world, walk, cfg, state, dist),
+            state,
+            folder=opened.folder,
+            steps=cfg.steps,
+            checkpoint_every=cfg.checkpoint.every,
+            keep=cfg.checkpoint.keep,
+            evaluate=held_out,
+            eval_every=cfg.eval.every,
+            preview=preview,
+            preview_every=cfg.preview.every,
+            metrics=metrics,
+            progress=progress,
+            dist=dist,
+        )
+
+
+def trained(model: FlowModel, cfg: GrpoConfig) -> Weights:
+    """Make the configured weights trainable, and say how they are written and read."""
+    info = {"trained": {"algorithm": "grpo", "seed": cfg.seed}, "sampler": sampler_of(cfg)}
+    if cfg.train == "full":
+        lora.train_all(model)
+        if cfg.policy.kl > 0:
+            lora.keep_reference(model)
+        write, read, inside = lora.save_full, lora.load_full, "transformer"
+    else:
+        if cfg.lora.path is not None:
+            lora.load_lora(model, cfg.lora.path, cfg.lora.dropout)
+        else:
+            c = cfg.lora
+            lora.add_lora(model, c.rank, c.alpha, c.targets, c.dropout, cfg.seed)
+        write, read, inside = lora.save_lora, lora.load_lora, ""
+
+    def save(folder: Path, weights: str, step: int) -> None:
+        about = {**info, "weights": weights, "trained": {**info["trained"], "step": step}}
+        (folder / inside).mkdir(parents=True, exist_ok=True)
+        write(model, folder / inside, about)
+
+    return Weights(lora.trainable(model), save, lambda folder: read(model, folder / inside))
+
+
+def sampler_of(cfg: GrpoConfig) -> dict[str, object]:
+    """How the trained weights are sampled, for their header."""
+    return {
+        "law": "ode",
+        "steps": cfg.eval.steps or cfg.rollout.steps,
+        "guidance": cfg.rollout.guidance if cfg.eval.guidance is None else cfg.eval.guidance,
+        "guidance_distilled": False,
+        "schedule": {"name": cfg.rollout.schedule.name, **cfg.rollout.schedule.settings},
+    }
+
+
+def encode(
+    model: FlowModel, texts: Sequence[str], cfg: GrpoConfig, dist: Dist
+) -> Callable[[Sequence[int]], Cond]:
+    """Conditions by prompt index, encoded once for all processes."""
+    cache = cache_folder()
+    if dist.world > 1:
+        dist.on_main(lambda: encode_all(model, texts, cache, cfg.text_batch) and None)
+    table = encode_all(model, texts, cache, cfg.text_batch)
+    return lambda rows: table[rows].to(dist.device)
+
+
+def walk_of(model: FlowModel, cfg: GrpoConfig) -> Walk:
+    """How the config's rollouts are walked."""
+    r = cfg.rollout
+    grid = grid_of(model, r.steps, cfg.pixels, r.schedule.name, r.schedule.settings)
+    return Walk(
+        grid=grid.to(model.device),
+        law=r.law,
+        level=r.level,
+        t_at_one=None if r.t_at_one == "next" else float(r.t_at_one),
+        reduction=cfg.policy.log_prob,
+        length=r.window.size if r.window else len(trained_steps(r.steps, r.train_fraction)),
+    )
+
+
+def recipe_of(cfg: GrpoConfig, *, steps: int | None, guidance: float | None) -> Recipe:
+    """The plain ODE on the rollout's schedule; what is None is the rollout's."""
+    r = cfg.rollout
+    return Recipe(
+        steps=steps or r.steps,
+        size=cfg.pixels,
+        guidance=r.guidance if guidance is None else guidance,
+        schedule=r.schedule.name,
+        settings=r.schedule.settings,
+    )
+
+
+def say_floor(floor: float, cfg: GrpoConfig, progress: Progress) -> None:
+    """Print how much of a log-probability is arithmetic, and warn where the clip range is not above it."""
+    text = f"logp_floor {floor:.2g}: what the batch shape alone moves a log-probability; clip {cfg.policy.clip:g}"
+    if floor >= cfg.policy.clip:
+        text += ". The clip range is under the floor: raise policy.clip, or use dtype=float32"
+    progress.note(text)

@@ -1,0 +1,161 @@
+"""`flowkit sample`: prompts to a folder of pictures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from flowkit.assemble.common import cache_folder
+from flowkit.errors import UsageError
+from flowkit.generate import Recipe, draw, grid_of
+from flowkit.models import load, lora
+from flowkit.models.bundle import Defaults
+from flowkit.models.text import encode_all
+from flowkit.runtime.device import pick
+from flowkit.runtime.files import disk_errors, remove, write_json
+from flowkit.runtime.media import (
+    MANIFEST,
+    Row,
+    append_row,
+    contact_sheet,
+    picture_name,
+    save_png,
+)
+from flowkit.types import Prompt, Size
+
+SHEET = "contact-sheet.png"
+ON_SHEET = 64
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What the command line says; what is None is the model's own.
+
+    Attributes:
+        model: name or path; None takes the base that `lora` names, else the embedded model.
+        steps, guidance, size: None for the model's own.
+        images: pictures a prompt, with seeds seed, seed + 1, ...
+    """
+
+    model: str | None
+    lora: str | None
+    weights: str | None
+    steps: int | None
+    guidance: float | None
+    size: Size | None
+    law: str
+    level: float
+    solver: str
+    schedule: str
+    settings: dict[str, float]
+    seed: int
+    images: int
+    batch: int
+    dtype: str
+    device: str
+
+
+def sample(
+    ask: Ask,
+    prompts: Sequence[Prompt],
+    out: Path,
+    *,
+    force: bool,
+    progress: Callable[[int, int, float], None],
+) -> dict[str, Any]:
+    """Draw every prompt and write pictures, manifest and contact sheet; returns what was done, fit for JSON.
+
+    Raises:
+        UsageError: a size that the model cannot make, a folder that holds pictures already.
+        UserError: missing or broken weights, a LoRA that fits nothing, a full disk.
+    """
+    base = ask.model or base_of(ask.lora or ask.weights) or "builtin:tiny-flux"
+    model = load(base, dtype=ask.dtype, device=pick(ask.device))
+    own = model.bundle.defaults(model.family)
+    recipe = recipe_of(ask, own)
+    model.check_size(recipe.size)
+    grid = grid_of(model, recipe.steps, recipe.size, recipe.schedule, recipe.settings)
+    take_folder(out, force)
+    if ask.weights is not None:
+        lora.load_full(model, ask.weights)
+    if ask.lora is not None:
+        lora.load_lora(model, ask.lora)
+    table = encode_all(model, [p.text for p in prompts], cache_folder())
+    jobs = [(n, ask.seed + k) for n in range(len(prompts)) for k in range(ask.images)]
+    about = {"model": base, "lora": ask.lora, "weights": ask.weights, **recipe.as_dict()}
+    begun, bad = time.perf_counter(), 0
+    shown: list[tuple[str, Tensor]] = []
+    # Noise is addressed by the prompt's index in its own file, so a part of a file draws the same pictures.
+    addressed = [(prompts[n].index, seed) for n, seed in jobs]
+    rows = {prompts[n].index: n for n, _ in jobs}
+    done = 0
+    for part, media in draw(
+        model, lambda at: table[[rows[i] for i in at]].to(model.device), addressed, recipe, ask.batch
+    ):
+        for (index, seed), pixels, ok in zip(part, media.pixels, media.ok.tolist(), strict=True):
+            prompt = prompts[rows[index]]
+            name = picture_name(index, seed)
+            text = {"prompt": prompt.text, "flowkit": {**about, "index": index, "seed": seed}}
+            save_png(out / name, pixels[0], text)
+            append_row(out, Row(name, prompt.text, index, seed, prompt.target, prompt.meta))
+            bad += not ok
+            if len(shown) < ON_SHEET:
+                shown.append((f"{index} {prompt.text}", pixels[0]))
+        done += len(part)
+        progress(done, len(jobs), time.perf_counter() - begun)
+    columns = max(1, min(ask.images if ask.images > 1 else 8, 8))
+    save_png(out / SHEET, contact_sheet([p for _, p in shown], columns, [label for label, _ in shown]))
+    seconds = time.perf_counter() - begun
+    report = {
+        "folder": str(out),
+        "pictures": len(jobs),
+        "black_or_nan": bad,
+        "seconds": round(seconds, 3),
+        "images_per_second": round(len(jobs) / seconds, 3),
+        "times": [round(t, 6) for t in grid.tolist()],
+        **about,
+    }
+    write_json(out / "recipe.json", report)
+    return report
+
+
+def recipe_of(ask: Ask, own: Defaults) -> Recipe:
+    """The recipe of the pictures; what was not asked for is the model's own."""
+    return Recipe(
+        steps=ask.steps or own.steps,
+        size=ask.size or own.size,
+        guidance=own.guidance if ask.guidance is None else ask.guidance,
+        law=ask.law,
+        level=ask.level,
+        solver=ask.solver,
+        schedule=ask.schedule,
+        settings=ask.settings,
+    )
+
+
+def base_of(weights: str | None) -> str | None:
+    """The base model that a file of flowkit's names in its header."""
+    if weights is None:
+        return None
+    from flowkit.models.weights import header_of
+
+    found = header_of(weights)
+    return str(found["base_model"]) if "base_model" in found else None
+
+
+def take_folder(out: Path, force: bool) -> None:
+    """Make the folder; refuse one with pictures in it, or with `force` remove those that its manifest names."""
+    if (out / MANIFEST).exists() or any(out.glob("*.png")):
+        if not force:
+            raise UsageError(
+                f"{out} holds pictures already: name another folder, or replace them with --force"
+            )
+        for path in [*out.glob("[0-9]*-[0-9]*.png"), out / MANIFEST, out / SHEET, out / "recipe.json"]:
+            remove(path)
+    with disk_errors("make", out):
+        out.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,1 @@
+"""The embedded bundles and the commands that made them."""

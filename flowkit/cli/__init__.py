@@ -1,0 +1,1 @@
+"""The command line: parse, load the config, call one function, print. One file per verb."""

@@ -1,0 +1,101 @@
+"""`flowkit grpo`: online RL of a flow model with reward models."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flowkit.config.load import override, print_config, resolve
+from flowkit.config.presets import algorithm_of, find
+from flowkit.config.schema import GrpoConfig
+from flowkit.errors import UsageError
+
+_FLAGS = {
+    "model": "model",
+    "steps": "steps",
+    "seed": "seed",
+    "out": "out",
+    "device": "device",
+    "lr": "optim.lr",
+}
+
+
+def command(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Overrides such as optim.lr=1e-4.", metavar="[KEY=VALUE]...")
+    ] = None,
+    preset: Annotated[str | None, typer.Option(help="A preset; `flowkit presets ls` lists them.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A config file instead of a preset.")] = None,
+    model: Annotated[str | None, typer.Option(help="builtin:NAME, a folder, or a hub id.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Rounds of rollouts.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of every draw.")] = None,
+    out: Annotated[str | None, typer.Option(help="Run folder.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    processes: Annotated[
+        int, typer.Option(min=1, help="Start this many processes on this machine (or use torchrun).")
+    ] = 1,
+    resume: Annotated[Path | None, typer.Option(help="A checkpoint or run folder to go on from.")] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over; with --force where a run would be deleted.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Delete what stands in the way.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Check everything that needs no weights, and say what would run."),
+    ] = False,
+    show: Annotated[
+        bool, typer.Option("--print-config", help="Print the resolved config with the source of each value.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: one JSON document.")] = False,
+) -> None:
+    """Train a flow model by Flow-GRPO: groups of pictures, scored, compared, and made likelier or less so."""
+    if (preset is None) == (config is None):
+        raise UsageError(
+            "Give one of --preset NAME and --config FILE; `flowkit presets ls` lists the presets."
+        )
+    file = find(preset) if preset is not None else config
+    if file is None:
+        raise AssertionError("one of preset and config is given")
+    verb = algorithm_of(file)
+    if verb != "grpo":
+        raise UsageError(f"{file.name} is a config of `flowkit {verb}`, not of `flowkit grpo`.")
+    given = {"model": model, "steps": steps, "seed": seed, "out": out, "device": device, "lr": lr}
+    flags = [override(_FLAGS[name], value) for name, value in given.items() if value is not None]
+    resolved = resolve(GrpoConfig, file, [*flags, *(overrides or [])])
+    if show:
+        typer.echo(print_config(resolved), nl=False)
+        return
+    if dry_run:
+        from flowkit.assemble.plan import plan, told
+
+        found = plan(resolved.config, processes)
+        typer.echo(told(found, as_json=as_json), nl=False)
+        return
+    if processes > 1:
+        from flowkit.runtime.dist import launch
+
+        raise typer.Exit(launch(processes, _again(sys.argv[1:])))
+    from flowkit.assemble.grpo import run
+
+    run(resolved, resume=resume, fresh=fresh, force=force)
+
+
+def _again(arguments: list[str]) -> list[str]:
+    """The same command line for one of several processes: without --processes.
+
+    >>> _again(["grpo", "--processes", "2", "--steps=3", "--processes=2"])[-2:]
+    ['grpo', '--steps=3']
+    """
+    kept, skip = [], False
+    for argument in arguments:
+        if skip or argument.startswith("--processes="):
+            skip = False
+        elif argument == "--processes":
+            skip = True
+        else:
+            kept.append(argument)
+    return [sys.executable, "-m", "flowkit", *kept]

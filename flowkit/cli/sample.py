@@ -1,0 +1,145 @@
+"""`flowkit sample`: pictures of prompts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flowkit.errors import UsageError
+from flowkit.types import Prompt
+
+
+def command(
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; repeatable.")] = None,
+    prompts: Annotated[str | None, typer.Option(help="A prompt file, or builtin:NAME.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Only the first so many prompts of the file.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="builtin:NAME, a folder, or a hub id; the LoRA's own base if not given."),
+    ] = None,
+    lora: Annotated[
+        str | None, typer.Option(help="A LoRA file, or a checkpoint folder that holds one.")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Full transformer weights: a file, or a folder that holds them.")
+    ] = None,
+    num_images: Annotated[
+        int, typer.Option(min=1, help="Pictures a prompt, with seeds SEED, SEED+1, ...")
+    ] = 1,
+    steps: Annotated[int | None, typer.Option(help="Sampling steps; the model's own if not given.")] = None,
+    guidance: Annotated[float | None, typer.Option(min=0, help="Guidance scale; 1 for none.")] = None,
+    law: Annotated[str, typer.Option(help="ode, flow-sde, dance, cps or consistency.")] = "ode",
+    noise_level: Annotated[float | None, typer.Option(min=0, help="Noise level of the law.")] = None,
+    solver: Annotated[str, typer.Option(help="For law ode: euler, heun or unipc.")] = "euler",
+    schedule: Annotated[
+        str, typer.Option(help="auto, static, dynamic, unshifted, power, sd3-rl ...")
+    ] = "auto",
+    shift: Annotated[
+        float | None, typer.Option(min=0.001, help="Static shift (implies --schedule static).")
+    ] = None,
+    size: Annotated[
+        str | None, typer.Option(help="WIDTHxHEIGHT in pixels; the model's own if not given.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the first picture of each prompt.")] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="Pictures in one call; changes nothing but speed.")] = 16,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
+    out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("samples"),
+    force: Annotated[bool, typer.Option("--force", help="Replace pictures that are there.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of a sentence.")] = False,
+) -> None:
+    """Draw pictures: PNGs with their recipe inside, manifest.jsonl and a contact sheet."""
+    from flowkit.config.schema import LEVELS
+    from flowkit.config.sections import SCHEDULE_SETTINGS, parse_size
+    from flowkit.data.prompts import read
+
+    if (prompt is None) == (prompts is None):
+        raise UsageError("Give prompts by --prompt TEXT (repeatable) or by --prompts FILE, one of the two.")
+    if steps is not None and steps < 1:
+        raise UsageError(f"--steps {steps}: at least 1 step is needed.")
+    if limit is not None and prompts is None:
+        raise UsageError("--limit goes with --prompts FILE.")
+    if shift is not None:
+        if schedule not in ("auto", "static", "sd3-rl"):
+            raise UsageError(f"--shift goes with --schedule static or sd3-rl, not with {schedule}.")
+        schedule = "static" if schedule == "auto" else schedule
+    _one_of("--law", law, ("ode", "consistency", *LEVELS))
+    _one_of("--schedule", schedule, SCHEDULE_SETTINGS)
+    _one_of("--solver", solver, ("euler", "heun", "unipc"))
+    _one_of("--dtype", dtype, ("float32", "bfloat16"))
+    if law == "ode" and noise_level:
+        raise UsageError("--noise-level goes with a noisy law, such as --law flow-sde.")
+    if law != "ode" and solver != "euler":
+        raise UsageError(f"--solver {solver} solves --law ode; a noisy law has its own steps.")
+    asked = (
+        read(prompts)[:limit]
+        if prompts is not None
+        else [Prompt(text, i, where=f"--prompt {i + 1}") for i, text in enumerate(prompt or [])]
+    )
+    for given in asked:
+        if not given.text.strip():
+            raise UsageError(f"{given.where}: the prompt is empty.")
+
+    from flowkit.assemble.sample import Ask, sample
+
+    report = sample(
+        Ask(
+            model=model,
+            lora=lora,
+            weights=weights,
+            steps=steps,
+            guidance=guidance,
+            size=None if size is None else parse_size(size),
+            law=law,
+            level=0.7 if noise_level is None and law in LEVELS else noise_level or 0.0,
+            solver=solver,
+            schedule=schedule,
+            settings={} if shift is None else {"shift": shift},
+            seed=seed,
+            images=num_images,
+            batch=batch,
+            dtype=dtype,
+            device=device,
+        ),
+        asked,
+        out,
+        force=force,
+        progress=_progress,
+    )
+    if report["black_or_nan"]:
+        typer.echo(
+            f"{report['black_or_nan']} of {report['pictures']} pictures are black or hold nan.", err=True
+        )
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        typer.echo(
+            f"{report['pictures']} pictures in {report['folder']} ({report['images_per_second']:.3g} a second)"
+        )
+    if report["black_or_nan"] == report["pictures"]:
+        raise typer.Exit(1)
+
+
+def _progress(done: int, of: int, seconds: float) -> None:
+    if sys.stderr.isatty():
+        rate = done / seconds
+        left = (of - done) / rate
+        end = "\n" if done == of else ""
+        typer.echo(
+            f"\r{done}/{of} pictures, {rate:.3g} a second, {left:.0f} s left " + end, err=True, nl=False
+        )
+
+
+def _one_of(option: str, value: str, known: Iterable[str]) -> None:
+    """Refuse a value that is not one of the known, with the closest of them."""
+    from flowkit.config.suggest import suggestion
+
+    if value not in list(known):
+        raise UsageError(f"{option} {value!r} is unknown; {suggestion(value, known)}")

@@ -1,0 +1,1 @@
+"""Prompts: read strictly, picked by address."""

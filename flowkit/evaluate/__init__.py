@@ -1,0 +1,1 @@
+"""Scores of pictures that were not trained on."""

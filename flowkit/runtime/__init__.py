@@ -1,0 +1,1 @@
+"""What a run stands on: addressed randomness, files, checkpoints, processes, devices, logs."""

@@ -1,0 +1,1 @@
+"""One self-contained file per algorithm; each trainer is a generator of metric rows."""

@@ -1,0 +1,135 @@
+"""What a training run carries from step to step, and how it is kept on disk and found again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from flowkit.errors import UserError
+from flowkit.flow.ema import Ema
+from flowkit.flow.policy import RunningStats
+from flowkit.runtime.files import write_text
+
+RAW = "raw"
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of one parameter
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The trained parameters and how they are written to, and read from, a folder in the users' format."""
+
+    params: dict[str, torch.nn.Parameter]
+    write: Callable[[Path, str, int], None]  # folder, 'raw' or 'ema', step
+    read: Callable[[Path], None]
+
+
+@dataclass
+class TrainState:
+    """Trained weights, their average, the optimizer, and where the run stands.
+
+    A checkpoint folder holds the averaged weights (what people use), `raw/` with the trained ones,
+    `optimizer.safetensors` and `state.json`.
+
+    Attributes:
+        step: finished iterations of the trainer.
+        updates: finished optimizer steps.
+        history: running reward statistics per prompt.
+    """
+
+    weights: Weights
+    optimizer: torch.optim.AdamW
+    ema: Ema
+    lr: float
+    warmup: int
+    grad_clip: float
+    step: int = 0
+    updates: int = 0
+    history: RunningStats = field(default_factory=RunningStats)
+
+    @classmethod
+    def new(
+        cls,
+        weights: Weights,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        warmup: int,
+        grad_clip: float,
+        ema_decay: float,
+        ema_interval: int,
+    ) -> TrainState:
+        """A run before its first step."""
+        optimizer = torch.optim.AdamW(
+            list(weights.params.values()), lr=lr, betas=betas, eps=eps, weight_decay=weight_decay
+        )
+        ema = Ema(weights.params, ema_decay, ema_interval)
+        return cls(weights, optimizer, ema, lr, warmup, grad_clip)
+
+    @property
+    def params(self) -> dict[str, torch.nn.Parameter]:
+        """Name -> trained parameter."""
+        return self.weights.params
+
+    def update(self) -> Tensor:
+        """One optimizer step from the gradients at hand; returns their norm before clipping, 0-dim."""
+        norm = torch.nn.utils.clip_grad_norm_(self.params.values(), self.grad_clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr * min(1.0, (self.updates + 1) / max(self.warmup, 1))
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.ema.update(self.updates)
+        self.updates += 1
+        return norm.detach()
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint into an existing, empty folder."""
+        with self.ema.swap():
+            self.weights.write(folder, "ema", self.step)
+        (folder / RAW).mkdir()
+        self.weights.write(folder / RAW, "raw", self.step)
+        tensors = {
+            f"{key}/{name}": value.detach().contiguous().clone()
+            for name, p in self.params.items()
+            for key, value in self.optimizer.state[p].items()
+        }
+        save_file(tensors, folder / "optimizer.safetensors", metadata={"format": "pt"})
+        state = {"step": self.step, "updates": self.updates, "history": self.history.state()}
+        write_text(folder / "state.json", json.dumps(state, indent=1))
+
+    def load(self, folder: Path) -> None:
+        """Go on from a checkpoint, bit for bit.
+
+        Raises:
+            UserError: the checkpoint is of another set of parameters or incomplete.
+        """
+        try:
+            state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+            moments = load_file(folder / "optimizer.safetensors")
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{folder} is not a whole checkpoint ({error}): resume from an older one"
+            ) from None
+        self.weights.read(folder)
+        self.ema.load({name: p.detach().clone() for name, p in self.params.items()})
+        self.weights.read(folder / RAW)
+        self.updates = state["updates"]
+        for name, p in self.params.items():
+            try:
+                found = {key: moments[f"{key}/{name}"] for key in MOMENTS} if self.updates else {}
+            except KeyError:
+                raise UserError(
+                    f"{folder} has no optimizer state of {name}: resume from an older one"
+                ) from None
+            if found:
+                self.optimizer.state[p] = {
+                    k: v.to("cpu" if k == "step" else p.device) for k, v in found.items()
+                }
+        self.step, self.history = state["step"], RunningStats.load(state["history"])

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from flowkit.assemble.plan import arithmetic, plan
+from flowkit.cli.app import main
+from flowkit.config.load import resolve
+from flowkit.config.presets import find, names
+from flowkit.config.schema import GrpoConfig
+
+
+def preset(name: str, *overrides: str) -> GrpoConfig:
+    return resolve(GrpoConfig, find(name), list(overrides)).config
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_preset_has_a_plan_without_its_weights(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["grpo", "--preset", name, "--dry-run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["schedule"][0] == 1.0
+    assert found["schedule"][-1] == 0.0
+    assert found["memory_bytes"]["total"] > 0
+
+
+def test_the_arithmetic_of_a_round_counts_pictures_chunks_and_calls() -> None:
+    cfg = preset("flux-ocr")
+    found = arithmetic(cfg, 1)
+    assert found["pictures"] == 48 * 24
+    assert found["pictures_per_optimizer_step"] == 576
+    assert found["trained_steps_per_trajectory"] == 5
+    assert found["chunks_per_optimizer_step"] == 576 // cfg.optim.micro
+    assert found["rollout_calls_of_micro"] == 2 * 576 // cfg.optim.micro * 6
+
+
+def test_chunks_that_do_not_share_out_are_said_with_a_micro_that_does() -> None:
+    cfg = preset("tiny-ocr", "rollout.groups=2", "rollout.samples=6", "policy.updates=1", "optim.micro=12")
+    assert arithmetic(cfg, 1).get("uneven") is None
+    uneven = arithmetic(cfg, 2)["uneven"]
+    assert "1 chunks" in uneven
+    micro = int(uneven.split("optim.micro=")[1].split()[0])
+    assert "uneven" not in arithmetic(preset("tiny-ocr", "rollout.groups=2", "rollout.samples=6",
+                                             "policy.updates=1", f"optim.micro={micro}"), 2)  # fmt: skip
+
+
+def test_flux_is_as_large_as_flux_is() -> None:
+    found = plan(preset("flux-ocr"), 8)
+    assert found["model"]["parameters"]["transformer"] == pytest.approx(11.9e9, rel=0.01)
+    assert found["memory_bytes"]["weights"] == 2 * found["model"]["parameters"]["transformer"]
+    assert found["schedule"] == pytest.approx(
+        [1.0, 0.903736, 0.78970, 0.652489, 0.484218, 0.273003, 0], abs=1e-5
+    )

@@ -1,0 +1,187 @@
+"""`flowkit grpo` as a user runs it, on tiny bundles of the real classes."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import tiny
+from tests.e2e import runs
+
+pytestmark = pytest.mark.slow
+
+KILL_IN_UPDATE = """
+import os
+from flowkit.trainers.state import TrainState
+real, calls = TrainState.update, []
+def update(self):
+    calls.append(1)
+    if len(calls) == {call}:
+        os.kill(os.getpid(), 9)
+    return real(self)
+TrainState.update = update
+"""
+KILL_BEFORE_RENAME = """
+import os
+from flowkit.runtime import checkpoint
+real, calls = checkpoint._publish, []
+def publish(partial, final):
+    calls.append(1)
+    if len(calls) == 2:
+        os.kill(os.getpid(), 9)
+    return real(partial, final)
+checkpoint._publish = publish
+"""
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_flux(tmp_path_factory.mktemp("flux"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody kills; its folder."""
+    folder = tmp_path_factory.mktemp("whole")
+    done = runs.flowkit("grpo", "--config", runs.config(folder, str(bundle)))
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+def test_a_run_leaves_what_the_conventions_name(undisturbed: Path) -> None:
+    names = {p.name for p in undisturbed.iterdir()}
+    assert {"config.yaml", "env.json", "metrics.jsonl", "previews", "checkpoints", "report.html"} <= names
+    rows = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert all(row["ratio_first"] == 1.0 for row in rows[1:])
+    assert [row["step"] for row in rows if "eval/tests.e2e.bright:score_mean" in row] == [0, 2, 4]
+    assert {p.name for p in (undisturbed / "previews").iterdir()} == {f"step-{n:06d}.png" for n in (0, 2, 4)}
+    assert (undisturbed / "checkpoints" / "step-000004" / "pytorch_lora_weights.safetensors").exists()
+    for name in ("loss", "grad_norm", "approx_kl", "clip_ratio/low_mean", "images/s", "step_time/reward"):
+        assert name in rows[1]
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [KILL_IN_UPDATE.format(call=1), KILL_IN_UPDATE.format(call=6), KILL_BEFORE_RENAME],
+    ids=["in the first step", "in a later step", "between write and rename"],
+)
+def test_a_run_that_was_killed_ends_with_the_same_weights_bit_for_bit(
+    patch: str, bundle: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    path = runs.config(tmp_path, str(bundle))
+    killed = runs.flowkit("grpo", "--config", path, patch=patch)
+    assert killed.returncode == -signal.SIGKILL
+    again = runs.flowkit("grpo", "--config", path)
+    assert again.returncode == 0, again.stderr
+    mine, theirs = (
+        runs.tensors(folder / "checkpoints" / "step-000004") for folder in (tmp_path / "run", undisturbed)
+    )
+    assert mine.keys() == theirs.keys()
+    assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
+    rows = [
+        json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert rows == [0, 1, 2, 3, 4]
+
+
+def test_two_processes_reach_the_weights_of_one(bundle: Path, undisturbed: Path, tmp_path: Path) -> None:
+    path = runs.config(tmp_path, str(bundle))
+    both = runs.flowkit("grpo", "--config", path, "--processes", 2)
+    assert both.returncode == 0, both.stderr
+    mine = runs.tensors(tmp_path / "run" / "checkpoints" / "step-000004")
+    theirs = runs.tensors(undisturbed / "checkpoints" / "step-000004")
+    for name, value in theirs.items():
+        if not name.startswith("optimizer"):
+            # gradients are summed in another order; four rounds of Adam with eps 1e-6
+            torch.testing.assert_close(mine[name], value, rtol=0, atol=1e-5)
+    moved = [v.abs().max().item() for name, v in theirs.items() if "lora_B" in name and "raw" in name]
+    assert max(moved) > 1e-3  # the weights have moved by far more than the tolerance
+
+
+def test_the_checkpoint_of_a_run_is_a_lora_that_sample_takes(undisturbed: Path, tmp_path: Path) -> None:
+    for name, extra in (("with", ["--lora", undisturbed / "checkpoints" / "step-000004"]), ("without", [])):
+        model = [] if extra else ["--model", json.loads(_header(undisturbed))["base_model"]]
+        done = runs.flowkit(
+            "sample", "-p", "a", "--steps", 2, "--size", "32x32", "--out", tmp_path / name, *model, *extra
+        )
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "with" / "00000-0.png").read_bytes() != (
+        tmp_path / "without" / "00000-0.png"
+    ).read_bytes()
+
+
+def _header(run: Path) -> str:
+    from safetensors import safe_open
+
+    file = run / "checkpoints" / "step-000004" / "pytorch_lora_weights.safetensors"
+    with safe_open(file, "pt") as opened:
+        return opened.metadata()["flowkit"]
+
+
+def test_a_changed_config_is_refused_with_the_difference(bundle: Path, undisturbed: Path) -> None:
+    path = undisturbed.parent / "config.yaml"
+    refused = runs.flowkit("grpo", "--config", path, "rollout.level=0.5")
+    assert refused.returncode == 2
+    assert "rollout.level 0.7 -> 0.5" in refused.stderr
+    further = runs.flowkit("grpo", "--config", path, "--steps", 5)
+    assert further.returncode == 0, further.stderr
+    assert (undisturbed / "checkpoints" / "step-000005").is_dir()
+
+
+def test_the_resolved_config_of_a_run_is_the_same_run(
+    bundle: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    done = runs.flowkit(
+        "grpo", "--config", undisturbed / "config.yaml", "--out", tmp_path / "again", "--steps", 2
+    )
+    assert done.returncode == 0, done.stderr
+    mine = runs.tensors(tmp_path / "again" / "checkpoints" / "step-000002")
+    theirs = runs.tensors(undisturbed / "checkpoints" / "step-000002")
+    assert all(torch.equal(mine[name], value) for name, value in theirs.items())
+
+
+def test_full_weights_of_sd3_with_true_guidance_and_a_reference_are_trained(tmp_path: Path) -> None:
+    model = tiny.write_sd3(tmp_path / "sd3")
+    path = runs.config(
+        tmp_path,
+        str(model),
+        train="full",
+        steps=2,
+        rollout__guidance=2.0,
+        policy__kl=0.01,
+        policy__kl_kind="exact",
+    )
+    done = runs.flowkit("grpo", "--config", path)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[1]["ratio_first"] == rows[2]["ratio_first"] == 1.0
+    assert rows[2]["kl"] > 0
+    weights = tmp_path / "run" / "checkpoints" / "step-000002" / "transformer"
+    drawn = runs.flowkit(
+        "sample", "-p", "a", "--steps", 2, "--size", "32x32", "--weights", weights, "--out", tmp_path / "s"
+    )
+    assert drawn.returncode == 0, drawn.stderr
+
+
+def test_ctrl_c_finishes_the_step_saves_and_exits_130(bundle: Path, tmp_path: Path) -> None:
+    patch = """
+import os, signal
+from flowkit.trainers.state import TrainState
+real, calls = TrainState.update, []
+def update(self):
+    calls.append(1)
+    if len(calls) == 3:
+        os.kill(os.getpid(), signal.SIGINT)
+    return real(self)
+TrainState.update = update
+"""
+    path = runs.config(tmp_path, str(bundle), checkpoint__every=100)
+    stopped = runs.flowkit("grpo", "--config", path, patch=patch)
+    assert stopped.returncode == 130, stopped.stderr
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
+    assert "Traceback" not in stopped.stderr

@@ -1,0 +1,194 @@
+"""Plant faults into flowkit/flow, one at a time, and see that a test turns red for each.
+
+    python tests/mutants.py            all of them; exits 1 when one survives or no longer applies
+    python tests/mutants.py clip ema   those whose name holds one of the words
+
+Each fault is a text replacement in a copy of the package, in a temporary folder, with its tests beside it.
+"""
+
+# ruff: noqa: E501 (one fault a line reads as a table)
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[1]
+# Long enough for a slow machine; a fault that makes the tests hang has been noticed, too.
+LIMIT_S = 600
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One replacement that must occur exactly once in its file."""
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+
+
+FAULTS = [
+    # path
+    Fault("velocity of the other sign", "path.py", "return eps - x0", "return x0 - eps"),
+    Fault("times of half precision let in", "path.py", "(torch.float32, torch.float64)", "(t.dtype,)"),
+    # schedules
+    Fault("shift applied twice", "schedule.py", "_shifted(_base(n), shift)", "_shifted(_shifted(_base(n), shift), shift)"),
+    Fault("shift that moves one", "schedule.py", "k * t / (k * t + (1 - t))", "k * t / (1 + (k - 1) * t)"),
+    Fault("unshift is shift", "schedule.py", "t / (t + k * (1 - t))", "k * t / (t * k + (1 - t))"),
+    Fault("one stretched step is nan", "schedule.py", "if len(inner) == 1:", "if len(inner) == 0:"),
+    Fault("stretched to the wrong end", "schedule.py", "(1 - terminal) / (1 - inner[-1])", "(1 - terminal) / inner[0]"),
+    Fault("sd3-rl shifted once", "schedule.py", "shift * 1e-3 / (1 + (shift - 1) * 1e-3)", "1e-3"),
+    Fault("mu over the wrong span", "schedule.py", "/ (tokens_hi - tokens_lo)", "/ tokens_hi"),
+    Fault("base grid that ends at 0", "schedule.py", "1 / max(n, 1)", "0.0"),
+    Fault("logit power forgotten", "schedule.py", "(1 / _base(n) - 1) ** b / a", "(1 / _base(n) - 1) / a"),
+    Fault("power without its root", "schedule.py", "** rho, dtype)", "** (rho - 1), dtype)"),
+    # laws
+    Fault("factor 2 in the drift", "laws.py", "g**2 / (2 * t)", "g**2 / t"),
+    Fault("dt of the other sign", "laws.py", "dt = s - t\n    pull", "dt = t - s\n    pull"),
+    Fault("missing square root of dt", "laws.py", "g * (-dt).sqrt()", "g * (-dt)"),
+    Fault("missing square root in g", "laws.py", "(t / (1 - tilde)).sqrt()", "(t / (1 - tilde))"),
+    Fault("t clamped at one", "laws.py", "s if t_at_one is None else as_time(t_at_one).to(t)", "torch.full_like(t, 0.99)"),
+    Fault("stand-in used at every t", "laws.py", "torch.where(t == 1,", "torch.where(t <= 1,"),
+    Fault("noise of x0 in the drift", "laws.py", "(1 + pull * (1 - t))", "(1 - pull * t)"),
+    Fault("cps with half the angle", "laws.py", "s * math.sin(level * math.pi / 2)", "s * math.sin(level * math.pi / 4)"),
+    Fault("cps that is not euler at level 0", "laws.py", "mean, _ = ode(x, v, t, s)", "mean = expand(1 - as_time(s), x) * x0_of(x, v, t) + expand(s, x) * eps_of(x, v, t)"),
+    Fault("cps that forgets to lose noise", "laws.py", "level * math.pi / 4) ** 2", "level * math.pi / 4)"),
+    Fault("consistency that keeps t", "laws.py", "expand(1 - as_time(s), x)", "expand(1 - as_time(t), x)"),
+    Fault("levels unchecked", "laws.py", "if not 0 <= level <= most:", "if level > most:"),
+    Fault("log-probability without its half", "laws.py", "(2 * std**2)", "std**2"),
+    Fault("log-probability without log std", "laws.py", " - std.log()", ""),
+    Fault("log-probability without constant", "laws.py", " - 0.5 * math.log(2 * math.pi)", ""),
+    Fault("sum for mean", "laws.py", 'reduction == "mean":\n        return flat.mean(1)', 'reduction == "mean":\n        return flat.sum(1)'),
+    Fault("std 0 let through", "laws.py", "if not bool((std > 0).all()):", "if not bool((std > 0).any()):"),
+    Fault("unit with a half", "laws.py", "-square.reshape(len(y), -1).mean(1)", "-square.reshape(len(y), -1).mean(1) / 2"),
+    Fault("rate of the law without dt", "laws.py", "(as_time(t) - as_time(s)).sqrt()", "(as_time(t) - as_time(s))"),
+    # solvers
+    Fault("heun without its half", "solvers.py", "velocity(ahead, _batch(s, x))) / 2", "velocity(ahead, _batch(s, x)))"),
+    Fault("heun that looks back", "solvers.py", "velocity(ahead, _batch(s, x))", "velocity(ahead, _batch(t, x))"),
+    Fault("heun that calls at 0", "solvers.py", "if s > 0:", "if s >= 0:"),
+    # windows
+    Fault("window that starts one too late", "windows.py", "randint(lo, hi - size + 1,", "randint(lo + 1, hi - size + 2,"),
+    Fault("last window never drawn", "windows.py", "hi - size + 1, ()", "max(lo + 1, hi - size), ()"),
+    Fault("window one too long", "windows.py", "range(start, start + size)", "range(start, start + size + 1)"),
+    Fault("trained steps rounded up", "windows.py", "math.floor(n * fraction + 1e-9)", "math.ceil(n * fraction)"),
+    Fault("trained steps cut by rounding", "windows.py", " + 1e-9)", ")"),
+    # policy
+    Fault("biased for unbiased std", "policy.py", "((r - r.mean()) ** 2).mean().sqrt()", "r.std()"),
+    Fault("epsilon of the std forgotten", "policy.py", "else spread) + eps)", "else spread))"),
+    Fault("mean of nobody", "policy.py", "(own - mean) / (", "own / ("),
+    Fault("nan kept in its group", "policy.py", "    scored = r.isfinite()\n", "    scored = torch.ones_like(r, dtype=torch.bool)\n"),
+    Fault("infinity kept in its group", "policy.py", "    scored = r.isfinite()\n", "    scored = ~r.isnan()\n"),
+    Fault("zero spread unnoticed", "policy.py", "if len(own) < 2 or own.max() == own.min():", "if len(own) < 2:"),
+    Fault("rounding noise from equal rewards", "policy.py", "own.max() == own.min()", "spread_of_all < 0"),
+    Fault("group std for global", "policy.py", 'if std == "global" else spread', 'if std == "group" else spread'),
+    Fault("advantage clamped on one side", "policy.py", "values.clamp(-clip, clip)", "values.clamp(max=clip)"),
+    Fault("run without this round", "policy.py", "else history.add(r, group)", "else history"),
+    Fault("moments joined without distance", "policy.py", " + apart**2 * n0 * n / both", ""),
+    Fault("used samples unmarked", "policy.py", "        used |= members\n", ""),
+    Fault("minimum for maximum", "policy.py", "torch.maximum(", "torch.minimum("),
+    Fault("clip of the wrong sign", "policy.py", "ratio.clamp(1 - clip, 1 + clip)", "ratio.clamp(1 + clip, 1 - clip)"),
+    Fault("clip on one side", "policy.py", "ratio.clamp(1 - clip, 1 + clip)", "ratio.clamp(max=1 + clip)"),
+    Fault("loss of the wrong sign", "policy.py", "-advantage * ratio, -", "advantage * ratio, -"),
+    Fault("ratio upside down", "policy.py", "ratio = (logp_new - logp_old).exp()\n    return", "ratio = (logp_old - logp_new).exp()\n    return"),
+    Fault("path kl without its 2", "policy.py", "(2 * g**2)", "g**2"),
+    Fault("exact kl without its 2", "policy.py", "(2 * std**2)", "std**2"),
+    Fault("kl by the wrong noise", "policy.py", "kl_path(new.mean, ref.mean, new.g)", "kl_path(new.mean, ref.mean, new.std)"),
+    Fault("kl without gradient", "policy.py", "    return values.reshape", "    return values.detach().reshape"),
+    Fault("clip statistics of the wrong side", "policy.py", "(ratio < 1 - clip) & (advantage < 0)", "(ratio < 1 - clip) & (advantage > 0)"),
+    Fault("approximate kl without its half", "policy.py", ".mean() / 2", ".mean()"),
+    # ema
+    Fault("interval off by one", "ema.py", "(step + 1) % self.interval", "step % self.interval"),
+    Fault("no warm-up", "ema.py", "min((1 + step) / (10 + step), self.decay)", "self.decay"),
+    Fault("warm-up off by one", "ema.py", "(1 + step) / (10 + step)", "(2 + step) / (11 + step)"),
+    Fault("decay for its complement", "ema.py", "(1 - decay) * (_wide(p)", "decay * (_wide(p)"),
+    Fault("swap that forgets a raising body", "ema.py", "        finally:\n            self._fill(kept)", "        except GeneratorExit:\n            pass\n        else:\n            self._fill(kept)"),
+    Fault("swap that aliases", "ema.py", "{name: p.detach().clone() for name, p in self._params.items()}", "{name: p.detach() for name, p in self._params.items()}"),
+    Fault("average in half precision", "ema.py", "torch.promote_types(p.dtype, torch.float32)", "p.dtype"),
+    Fault("average that is the parameter", "ema.py", "_wide(p).clone()", "_wide(p)"),
+    Fault("a step taken in twice", "ema.py", "if step <= self._last:", "if step < self._last:"),
+]  # fmt: skip
+
+
+def copy(place: Path) -> None:
+    """What the flow tests need of the repository, and nothing that could import the original."""
+    for part in ("flowkit/flow", "tests/flow", "tests/golden"):
+        shutil.copytree(REPO / part, place / part, ignore=shutil.ignore_patterns("__pycache__"))
+    for part in ("flowkit/__init__.py", "flowkit/types.py", "flowkit/errors.py"):
+        shutil.copy(REPO / part, place / part)
+    (place / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\npythonpath = .\n", encoding="utf-8")
+
+
+def run(place: Path, *argv: str) -> tuple[int, str]:
+    """Run Python in the copy; the exit code, or -1 when it ran too long, and what it printed."""
+    env = os.environ | {"PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            [sys.executable, *argv],
+            cwd=place,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return -1, "ran too long"
+    return done.returncode, done.stdout
+
+
+def flow_tests(place: Path, first: str = "") -> tuple[int, str]:
+    """Run the copied tests until the first failure, those of the module `first` before the others."""
+    tests = [f"tests/flow/test_{first}", "tests/flow"] if first else ["tests/flow"]
+    return run(place, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", *tests)
+
+
+def first_failure(output: str) -> str:
+    """The test that noticed, from pytest's summary."""
+    found = [line.split(" - ")[0] for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return found[0].split("tests/flow/")[-1][:75] if found else output.strip().splitlines()[-1][:75]
+
+
+def main(words: list[str]) -> int:
+    """Print one line per fault; 0 when every one was caught."""
+    chosen = [f for f in FAULTS if not words or any(word in f.name for word in words)]
+    if not chosen:
+        print(f"no fault has a name with {' or '.join(words)}")
+        return 1
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder).resolve()
+        copy(place)
+        where = run(place, "-c", "import flowkit.flow; print(flowkit.flow.__file__)")[1]
+        if str(place) not in where:
+            print(f"the copy is not what gets imported, but {where}")
+            return 1
+        code, output = flow_tests(place)
+        if code:
+            print(f"the tests fail without any fault: {first_failure(output)}")
+            return 1
+        bad = 0
+        for fault in chosen:
+            target = place / "flowkit" / "flow" / fault.file
+            text = target.read_text(encoding="utf-8")
+            if text.count(fault.right) != 1:
+                verdict, note = "NOT APPLIED", f"{text.count(fault.right)} places match in {fault.file}"
+            else:
+                target.write_text(text.replace(fault.right, fault.wrong), encoding="utf-8")
+                code, output = flow_tests(place, first=fault.file)
+                target.write_text(text, encoding="utf-8")
+                # 1: a test failed; 2: a module did not even import; anything else says nothing of the fault.
+                verdict = {0: "SURVIVED", 1: "caught", 2: "caught", -1: "caught"}.get(code, "NOT RUN")
+                note = "" if code == 0 else first_failure(output)
+            bad += verdict != "caught"
+            print(f"{verdict:11}  {fault.file:12} {fault.name:36} {note}", flush=True)
+    print(f"{len(chosen) - bad} of {len(chosen)} faults caught")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,319 @@
+from __future__ import annotations
+
+import math
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowkit.errors import UserError
+from flowkit.flow.policy import surrogate
+from flowkit.rollout import replay
+from flowkit.runtime.dist import Dist
+from flowkit.trainers.grpo import (
+    Chunk,
+    Clock,
+    Meter,
+    collect,
+    improve,
+    logp_floor,
+    round_metrics,
+    split,
+    train,
+    trajectories,
+)
+from tests.trainers import toy
+
+
+def difference(a: object, b: object) -> float:
+    return (toy.weights_of(a) - toy.weights_of(b)).abs().max().item()
+
+
+def test_the_ratio_is_exactly_one_before_the_first_update() -> None:
+    for changes in ({}, {"rollout__window": {"size": 2, "lo": 0, "hi": 4}}, {"optim__micro": 3}):
+        rows = toy.run(toy.config(**changes)).rows
+        assert [row["ratio_first"] for row in rows] == [1.0] * 3
+
+
+def test_micro_batches_never_change_the_gradient() -> None:
+    whole = toy.run(toy.config(optim__micro=8))
+    for micro in (1, 3, 4):
+        # float32 sums in another order, three steps of Adam: a few ulp of weights of order 1
+        assert difference(whole, toy.run(toy.config(optim__micro=micro))) < 1e-6
+
+
+def test_the_reward_rises_on_a_task_that_can_be_learned() -> None:
+    rows = toy.run(toy.config(steps=40)).rows
+    assert rows[-1]["reward"] > rows[0]["reward"] + 0.3
+
+
+def test_a_step_makes_good_samples_likelier_and_bad_ones_less_likely() -> None:
+    cfg = toy.config(policy__updates=1, optim__lr=1e-3)
+    model = toy.ToyModel()
+    world, walk, state = toy.world(model), toy.walk(cfg), toy.state(model, cfg)
+    chunks = collect(world, walk, cfg, state, Dist(), Clock())
+    improve(world, walk, chunks, cfg, state, Dist(), Meter())
+    gained = 0.0
+    for chunk in chunks:
+        cond = toy.conds(chunk.prompt)
+        for k in range(walk.length):
+            with torch.no_grad():
+                now = replay(lambda x, t, cond=cond: model.velocity(x, t, cond), chunk.kept, k, walk)
+            gained += ((now.logp - chunk.kept.logp[:, k]) * chunk.advantage).sum().item()
+    assert gained > 0
+
+
+def test_the_gradient_is_that_of_the_mean_surrogate_over_all_transitions() -> None:
+    cfg = toy.config(policy__updates=1, optim__micro=3)
+    model = toy.ToyModel()
+    world, walk, state = toy.world(model), toy.walk(cfg), toy.state(model, cfg)
+    chunks = collect(world, walk, cfg, state, Dist(), Clock())
+    losses = []
+    for chunk in chunks:
+        cond = toy.conds(chunk.prompt)
+        for k in range(walk.length):
+            now = replay(lambda x, t, cond=cond: model.velocity(x, t, cond), chunk.kept, k, walk)
+            losses.append(surrogate(now.logp, chunk.kept.logp[:, k], chunk.advantage, cfg.policy.clip))
+    expected = torch.autograd.grad(torch.cat(losses).mean(), list(model.net.parameters()))
+    seen: list[torch.Tensor] = []
+    state.update = lambda: seen.extend(p.grad for p in state.params.values()) or torch.tensor(0.0)  # type: ignore[method-assign, func-returns-value]
+    improve(world, walk, chunks, cfg, state, Dist(), Meter())
+    for a, b in zip(seen, expected, strict=True):
+        # 64 terms summed in another order
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-9)
+
+
+def test_every_group_has_each_of_its_samples_once_and_lies_in_one_update() -> None:
+    chunks = split([0, 0, 1, 1], [3, 1, 2, 0], 0, 5, 4)
+    rows = [(c.update, g, i, k) for c in chunks for g, i, k in zip(c.group, c.prompt, c.sample, strict=True)]
+    assert sorted(rows) == sorted(
+        (u, g, i, k) for g, (u, i) in enumerate([(0, 3), (0, 1), (1, 2), (1, 0)]) for k in range(5)
+    )
+    assert all(len(c) <= 4 for c in chunks)
+
+
+def test_members_of_a_group_share_their_window_and_groups_do_not() -> None:
+    cfg = toy.config(rollout__window={"size": 1, "lo": 0, "hi": 4}, rollout__groups=8, policy__updates=1)
+    model = toy.ToyModel()
+    chunks = collect(toy.world(model), toy.walk(cfg), cfg, toy.state(model, cfg), Dist(), Clock())
+    starts: dict[int, set[int]] = {}
+    for c in chunks:
+        for g, first in zip(c.group, c.kept.first.tolist(), strict=True):
+            starts.setdefault(g, set()).add(first)
+    assert all(len(s) == 1 for s in starts.values())
+    assert len(set.union(*starts.values())) > 1
+
+
+def test_samples_of_a_prompt_start_from_different_noise_and_rounds_differ() -> None:
+    cfg = toy.config()
+    model = toy.ToyModel()
+    state = toy.state(model, cfg)
+    first = collect(toy.world(model), toy.walk(cfg), cfg, state, Dist(), Clock())
+    state.step = 1
+    second = collect(toy.world(model), toy.walk(cfg), cfg, state, Dist(), Clock())
+    ends = torch.cat([c.kept.x0 for c in (*first, *second)]).flatten(1)
+    assert len(ends.unique(dim=0)) == len(ends)
+
+
+def test_a_rollout_does_not_depend_on_how_the_round_is_cut() -> None:
+    ends = []
+    for micro in (1, 5, 16):
+        cfg = toy.config(optim__micro=micro)
+        model = toy.ToyModel()
+        chunks = collect(toy.world(model), toy.walk(cfg), cfg, toy.state(model, cfg), Dist(), Clock())
+        ends.append(torch.cat([c.kept.x0 for c in chunks]))
+    # the same float32 network in other batch shapes, five steps
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ends[0], ends[2], rtol=1e-4, atol=1e-5)
+
+
+def by_prompt(*flat: int):
+    """Brightness, but the prompts in `flat` score the same whatever is drawn."""
+
+    def score(media, prompts):
+        values = toy.brightness(media, prompts)
+        return torch.where(torch.tensor([p.index in flat for p in prompts]), torch.tensor(0.5), values)
+
+    return score
+
+
+def test_groups_without_spread_are_dropped_counted_and_refilled() -> None:
+    plain = toy.run(toy.config(steps=1), by_prompt(0, 1, 2, 3, 4, 5, 6, 7))
+    assert plain.rows[0]["frac_reward_zero_std"] == 1.0
+    assert plain.rows[0]["skipped_updates"] == 2
+    assert difference(plain, type("", (), {"model": toy.ToyModel()})) == 0  # nothing was learned from nothing
+    cfg = toy.config(policy__refill=3, rollout__groups=4)
+    model = toy.ToyModel()
+    flat = by_prompt(0, 1, 2)
+    chunks = collect(toy.world(model, flat), toy.walk(cfg), cfg, toy.state(model, cfg), Dist(), Clock())
+    alive = {g for c in chunks for g, a in zip(c.group, c.alive.tolist(), strict=True) if a}
+    assert len(alive) == 4
+    slots = [sum(1 for c in chunks if c.update == u and bool(c.alive.any())) for u in (0, 1)]
+    assert slots == [2, 2]  # the refilled groups stand in the optimizer step of those they replace
+
+
+def test_a_sample_without_a_score_leaves_its_group_and_the_gradient() -> None:
+    def lost(media, prompts):
+        values = toy.brightness(media, prompts)
+        values[0] = math.nan
+        return values
+
+    cfg = toy.config(max_failed=0.5, steps=1)
+    result = toy.run(cfg, lost)
+    assert result.rows[0]["frac_failed"] == 0.25
+    assert torch.isfinite(toy.weights_of(result)).all()
+    model = toy.ToyModel()
+    chunks = collect(toy.world(model, lost), toy.walk(cfg), cfg, toy.state(model, cfg), Dist(), Clock())
+    assert [c.alive.tolist() for c in chunks] == [[False, True, True, True]] * 4
+    assert all(abs(c.advantage[1:].sum().item()) < 1e-5 for c in chunks)
+
+
+def test_too_many_pictures_without_a_score_stop_the_run() -> None:
+    def lost(media, prompts):
+        return torch.full((len(prompts),), math.nan)
+
+    with pytest.raises(UserError, match="100% of the pictures of round 1 could not be scored"):
+        toy.run(toy.config(), lost)
+
+
+def test_a_reward_error_reaches_the_caller() -> None:
+    def submit(media, prompts):
+        future: Future = Future()
+        future.set_exception(UserError("the scorer is gone"))
+        return future
+
+    cfg = toy.config()
+    model = toy.ToyModel()
+    world = toy.world(model)
+    object.__setattr__(world, "submit", submit)
+    with pytest.raises(UserError, match="the scorer is gone"):
+        next(train(world, toy.walk(cfg), cfg, toy.state(model, cfg), Dist()))
+
+
+@pytest.mark.parametrize("kind", ["path", "exact", "velocity"])
+def test_the_distance_to_the_reference_pulls_the_policy_back(kind: str) -> None:
+    def distance(kl: float) -> float:
+        cfg = toy.config(steps=6, policy__kl=kl, policy__kl_kind=kind, optim__lr=3e-3)
+        model, base = toy.ToyModel(), toy.ToyModel()
+        state = toy.state(model, cfg)
+
+        @contextmanager
+        def reference():
+            kept, model.net = model.net, base.net
+            try:
+                yield
+            finally:
+                model.net = kept
+
+        world = toy.world(model)
+        object.__setattr__(world, "reference", reference)
+        rows = list(train(world, toy.walk(cfg), cfg, state, Dist()))
+        assert rows[-1]["kl"] > 0
+        moved = [a - b for a, b in zip(model.net.parameters(), base.net.parameters(), strict=True)]
+        return torch.cat([m.flatten() for m in moved]).norm().item()
+
+    assert distance(1000.0) < 0.9 * distance(1e-6)
+
+
+def test_inner_epochs_reuse_the_round_and_leave_the_ratio_of_the_second_free() -> None:
+    once, twice = toy.run(toy.config(steps=1)), toy.run(toy.config(steps=1, policy__epochs=2))
+    assert once.state.updates == 2
+    assert twice.state.updates == 4
+    assert twice.rows[0]["approx_kl"] > once.rows[0]["approx_kl"]
+    assert twice.rows[0]["ratio_first"] == 1.0
+
+
+def test_the_warm_up_raises_the_rate_over_optimizer_steps() -> None:
+    cfg = toy.config(steps=2, optim__warmup=4, optim__lr=0.1)
+    model = toy.ToyModel()
+    state = toy.state(model, cfg)
+    rounds = train(toy.world(model), toy.walk(cfg), cfg, state, Dist())
+    rates = [state.optimizer.param_groups[0]["lr"] for _ in rounds]
+    assert rates == pytest.approx([0.05, 0.1])
+
+
+def test_running_history_compares_with_earlier_rounds_of_the_prompt() -> None:
+    epoch, run = toy.run(toy.config(policy__history="epoch")), toy.run(toy.config(policy__history="run"))
+    assert len(run.state.history.moments) > 0
+    assert len(epoch.state.history.moments) == 0
+    assert difference(epoch, run) > 0
+
+
+def test_a_run_resumed_from_a_checkpoint_is_the_same_bit_for_bit(tmp_path: Path) -> None:
+    cfg = toy.config(steps=4, policy__history="run", optim__warmup=6, ema__interval=2)
+    whole = toy.run(cfg)
+    model = toy.ToyModel()
+    state = toy.state(model, cfg)
+    rows = train(toy.world(model), toy.walk(cfg), cfg, state, Dist())
+    next(rows), next(rows)
+    state.save(tmp_path)
+    other = toy.ToyModel(seed=5)
+    resumed = toy.state(other, cfg)
+    resumed.load(tmp_path)
+    assert resumed.step == 2
+    list(train(toy.world(other), toy.walk(cfg), cfg, resumed, Dist()))
+    for name, p in whole.state.params.items():
+        assert torch.equal(p, resumed.params[name])
+    for name, value in whole.state.ema.state().items():
+        assert torch.equal(value, resumed.ema.state()[name])
+    assert whole.state.history == resumed.history
+
+
+def test_a_checkpoint_that_lost_a_file_is_refused(tmp_path: Path) -> None:
+    cfg = toy.config()
+    model = toy.ToyModel()
+    state = toy.state(model, cfg)
+    next(train(toy.world(model), toy.walk(cfg), cfg, state, Dist()))
+    state.save(tmp_path)
+    (tmp_path / "optimizer.safetensors").unlink()
+    with pytest.raises(UserError, match="is not a whole checkpoint"):
+        toy.state(model, cfg).load(tmp_path)
+
+
+def test_the_floor_is_what_the_batch_shape_moves() -> None:
+    cfg = toy.config()
+    model = toy.ToyModel()
+    floor = logp_floor(toy.world(model), toy.walk(cfg), cfg)
+    assert 0 <= floor < 1e-5  # float32: some ulp of a log-probability of order 1
+
+    class Coarse(toy.ToyModel):
+        def velocity(self, x, t, cond, guidance=1.0):
+            return super().velocity(x, t, cond) + 0.1 * len(x)  # depends on its batch, as no model may
+
+    assert logp_floor(toy.world(Coarse()), toy.walk(cfg), cfg) > 1e-2
+
+
+def test_round_metrics_are_those_of_the_rewards() -> None:
+    chunk = Chunk(0, [0, 0, 1, 1], [0, 0, 1, 1], [0, 1, 0, 1])
+    chunk.scores = {
+        "ocr": torch.tensor([0.0, 1.0, 0.5, 0.5]),
+        "total": torch.tensor([0.0, 2.0, 1.0, 1.0]),
+    }
+    row = round_metrics([chunk], toy.config(), Dist())
+    assert row["reward"] == 1.0
+    assert row["reward_std"] == 0.5  # the mean of 1 and 0
+    assert row["frac_reward_zero_std"] == 0.5
+    assert row["rewards/ocr/mean"] == 0.5
+
+
+def test_the_consistency_law_trains_a_few_step_student() -> None:
+    cfg = toy.config(rollout__law="consistency", rollout__steps=4, steps=30)
+    rows = toy.run(cfg).rows
+    assert rows[0]["ratio_first"] == 1.0
+    assert rows[-1]["reward"] > rows[0]["reward"]
+
+
+def test_a_trajectory_outside_its_window_is_the_plain_ode() -> None:
+    cfg = toy.config(rollout__window={"size": 1, "lo": 1, "hi": 2})
+    model = toy.ToyModel()
+    walk = toy.walk(cfg)
+    chunk = Chunk(0, [0, 0], [1, 1], [0, 1])
+    kept = trajectories(toy.world(model), walk, chunk, cfg, 0)
+    x = kept.states[:, 1]
+    with torch.no_grad():
+        for j in range(2, walk.steps):
+            t, s = walk.grid[j], walk.grid[j + 1]
+            x = x + model.velocity(x, t.expand(2), toy.conds([1, 1])) * (s - t)
+    torch.testing.assert_close(x, kept.x0, rtol=0, atol=1e-6)
