@@ -6,7 +6,7 @@ A `Walk` is the one description of how a trajectory is walked: rollout and repla
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,7 +71,7 @@ class Trajectories:
 
 @torch.no_grad()
 def walk_out(
-    velocity: Velocity, x: Tensor, walk: Walk, first: Tensor, noise: Callable[[int], Tensor]
+    velocity: Velocity, x: Tensor, walk: Walk, starts: Sequence[int], noise: Callable[[int], Tensor]
 ) -> Trajectories:
     """Walk from noise x [B, ...] to the data, noisy in steps [first, first + walk.length) of each trajectory.
 
@@ -79,14 +79,13 @@ def walk_out(
         velocity: the policy, called once a step with the whole batch.
         x: states at grid[0], float32.
         walk: how to walk.
-        first: first noisy step of each trajectory, [B] int64.
+        starts: first noisy step of each trajectory, [B].
         noise: step index -> standard normal noise [B, ...]; asked only for steps in which some walk is noisy.
     """
     batch, kept = len(x), walk.length
     states = x.new_empty(batch, kept + 1, *x.shape[1:])
     logp = x.new_empty(batch, kept)
-    lo, hi = int(first.min()), int(first.max()) + kept
-    starts = first.tolist()
+    lo, hi = min(starts), max(starts) + kept
     for step in range(walk.steps):
         j = torch.full((batch,), step, device=x.device)
         v = velocity(x, walk.grid[j])
@@ -106,7 +105,7 @@ def walk_out(
         states[rows, slots] = before[rows]
         states[rows, [k + 1 for k in slots]] = x[rows]
         logp[rows, slots] = density[rows]
-    return Trajectories(x, states, first, logp)
+    return Trajectories(x, states, torch.tensor(list(starts), device=x.device), logp)
 
 
 @dataclass(frozen=True)

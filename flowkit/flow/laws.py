@@ -135,10 +135,13 @@ def log_prob(y: Tensor, mean: Tensor, std: Tensor, reduction: Reduction = "mean"
     `sum` adds them up, and `unit` is -mean (y - mean)^2, without variance and constants (Flow-CPS).
 
     Raises:
-        ValueError: when any std is not positive (a step without noise has no density), or for an
-            unknown reduction.
+        ValueError: when any std is not positive (a step without noise has no density; on CUDA it is an
+            assertion of the device), or for an unknown reduction.
     """
-    if not bool((std > 0).all()):
+    positive = (std > 0).all()
+    if std.is_cuda:
+        torch._assert_async(positive)  # fails on the device, without waiting for it here
+    elif not positive:
         raise ValueError("a step with std 0 has no log-probability: train noisy steps only")
     square = (y - mean) ** 2
     if reduction == "unit":

@@ -8,7 +8,6 @@ one optimizer step is decided by groups alone: chunk size and process count neve
 from __future__ import annotations
 
 import itertools
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -28,10 +27,10 @@ from flowkit.rewards import total
 from flowkit.rollout import Replay, Trajectories, Walk, replay, walk_out
 from flowkit.runtime.dist import Dist
 from flowkit.runtime.seeds import generator, noise
+from flowkit.trainers.meters import Clock, Meter, Row, mean
 from flowkit.trainers.state import TrainState
 from flowkit.types import Media, Prompt, Scores
 
-Row = dict[str, float]
 Submit = Callable[[Media, Sequence[Prompt]], "Future[dict[str, Scores]]"]
 
 
@@ -58,7 +57,10 @@ class Chunk:
     kept: Trajectories | None = None
     future: Future[dict[str, Scores]] | None = None
     advantage: Tensor | None = None  # [B] on the model's device
-    alive: Tensor | None = None  # [B] bool
+    alive: list[bool] = field(default_factory=list)  # [B]
+    rows: Tensor | None = (
+        None  # int64: the living of them, on the model's device, so that picking them never waits
+    )
     scores: dict[str, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -159,7 +161,7 @@ def trajectories(world: World, walk: Walk, chunk: Chunk, cfg: GrpoConfig, epoch:
         policy(world, chunk, cfg),
         drawn("start") * walk.grid[0],
         walk,
-        torch.tensor(starts, device=device),
+        starts,
         lambda step: drawn("step", step),
     )
 
@@ -207,13 +209,16 @@ def judge(mine: Sequence[Chunk], cfg: GrpoConfig, state: TrainState, dist: Dist)
         index = [found[at] for at in zip(chunk.group, chunk.sample, strict=True)]
         device = chunk.kept.x0.device if chunk.kept else "cpu"
         chunk.advantage = advantages.values[index].to(device)
-        chunk.alive = advantages.used[index].to(device)
+        chunk.alive = advantages.used[index].tolist()
+        chunk.rows = torch.tensor(
+            [n for n, a in enumerate(chunk.alive) if a], dtype=torch.int64, device=device
+        )
 
 
 def dead_slots(mine: Sequence[Chunk], dist: Dist) -> set[int]:
     """Slots in which no trajectory of any process may be trained on."""
     seen: dict[int, bool] = defaultdict(bool)
-    own = [(g, bool(a)) for c in mine if c.alive is not None for g, a in zip(c.group, c.alive, strict=True)]
+    own = [(g, a) for c in mine for g, a in zip(c.group, c.alive, strict=True)]
     for g, alive in itertools.chain.from_iterable(dist.gather_objects(own)):
         seen[g] |= alive
     return {g for g, alive in seen.items() if not alive}
@@ -232,8 +237,8 @@ def improve(
     meter: Meter,
 ) -> None:
     """One optimizer step on the mean loss of all living transitions of all processes."""
-    batch = [c for c in batch if c.alive is not None and bool(c.alive.any())]
-    count = sum(int(c.alive.sum()) for c in batch if c.alive is not None) * walk.length
+    batch = [c for c in batch if any(c.alive)]
+    count = sum(sum(c.alive) for c in batch) * walk.length
     everywhere = sum(dist.gather_objects(count))
     if everywhere == 0:
         meter.skipped += 1
@@ -250,28 +255,28 @@ def improve(
 
 def transition_loss(world: World, walk: Walk, chunk: Chunk, k: int, cfg: GrpoConfig, meter: Meter) -> Tensor:
     """Sum over the living rows of the clipped surrogate and the distance to the reference, at noisy step k."""
-    if chunk.kept is None or chunk.alive is None or chunk.advantage is None:
+    if chunk.kept is None or chunk.rows is None or chunk.advantage is None:
         raise AssertionError("a chunk must be rolled out and judged before it is trained on")
     velocity = policy(world, chunk, cfg)
     now = replay(velocity, chunk.kept, k, walk)
-    old, alive = chunk.kept.logp[:, k], chunk.alive
+    old, rows = chunk.kept.logp[:, k], chunk.rows
     loss = surrogate(now.logp, old, chunk.advantage, cfg.policy.clip)
     if cfg.policy.kl > 0:
         with torch.no_grad(), world.reference():
             before = replay(velocity, chunk.kept, k, walk)
         kl = KLS[cfg.policy.kl_kind](move(now, walk), move(before, walk))
         loss = loss + cfg.policy.kl * kl
-        meter.add(kl=kl.detach()[alive].mean())
-    new, old, advantage = now.logp.detach()[alive], old[alive], chunk.advantage[alive]
+        meter.add(kl=kl.detach()[rows].mean())
+    new, old, advantage = now.logp.detach()[rows], old[rows], chunk.advantage[rows]
     clipped = clip_stats(new, old, advantage, cfg.policy.clip)
     if meter.updates == 0:
         meter.worst((new - old).exp())
     meter.add(
-        loss=loss.detach()[alive].mean(),
+        loss=loss.detach()[rows].mean(),
         approx_kl=approx_kl(new, old),
         **{"clip_ratio/low_mean": clipped.low, "clip_ratio/high_mean": clipped.high},
     )
-    return torch.where(alive, loss, torch.zeros_like(loss)).sum()
+    return loss[rows].sum()
 
 
 def move(seen: Replay, walk: Walk) -> Move:
@@ -304,63 +309,7 @@ def logp_floor(world: World, walk: Walk, cfg: GrpoConfig) -> float:
     return worst
 
 
-# --- what a round prints --------------------------------------------------------------------------
-
-
-class Clock:
-    """Seconds spent in the named parts of a round."""
-
-    def __init__(self) -> None:
-        self.start = self.last = time.perf_counter()
-        self.parts: dict[str, float] = defaultdict(float)
-
-    def lap(self, part: str) -> None:
-        """Book the time since the last lap to `part`."""
-        now = time.perf_counter()
-        self.parts[part] += now - self.last
-        self.last = now
-
-    def row(self, images: int) -> Row:
-        """step_time, its parts, and images per second."""
-        whole = time.perf_counter() - self.start
-        return {
-            "step_time": whole,
-            **{f"step_time/{part}": seconds for part, seconds in self.parts.items()},
-            "images/s": images / whole,
-        }
-
-
-class Meter:
-    """Means of 0-dim tensors that stay on their device until the round is over."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, list[Tensor]] = defaultdict(list)
-        self.ratios: list[Tensor] = []
-        self.skipped = self.updates = 0
-
-    def add(self, **values: Tensor) -> None:
-        """Take one more value of each."""
-        for name, value in values.items():
-            self.values[name].append(value)
-
-    def worst(self, ratio: Tensor) -> None:
-        """Keep the ratio [B] that is furthest from 1; before the first update all must be 1."""
-        self.ratios.append(ratio[(ratio - 1).abs().argmax()])
-
-    def means(self, dist: Dist) -> Row:
-        """One number each, over all processes."""
-        own = {name: torch.stack(v).float().mean().item() for name, v in self.values.items()}
-        rows = dist.gather_objects(own)
-        names = sorted(set(itertools.chain.from_iterable(rows)))
-        means = {name: mean([r[name] for r in rows if name in r]) for name in names}
-        ratios = itertools.chain.from_iterable(dist.gather_objects([r.item() for r in self.ratios]))
-        first = max(ratios, key=lambda ratio: abs(ratio - 1), default=float("nan"))
-        return {**means, "ratio_first": first, "skipped_updates": float(self.skipped)}
-
-
-def mean(values: Sequence[float]) -> float:
-    """Arithmetic mean; nan of nothing."""
-    return sum(values) / len(values) if values else float("nan")
+# --- what a round prints ---------------------------------------------------------------------------
 
 
 def len_of(chunks: Sequence[Chunk], dist: Dist) -> int:

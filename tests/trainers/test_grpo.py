@@ -148,9 +148,9 @@ def test_groups_without_spread_are_dropped_counted_and_refilled() -> None:
     model = toy.ToyModel()
     flat = by_prompt(0, 1, 2)
     chunks = collect(toy.world(model, flat), toy.walk(cfg), cfg, toy.state(model, cfg), Dist(), Clock())
-    alive = {g for c in chunks for g, a in zip(c.group, c.alive.tolist(), strict=True) if a}
+    alive = {g for c in chunks for g, a in zip(c.group, c.alive, strict=True) if a}
     assert len(alive) == 4
-    slots = [sum(1 for c in chunks if c.update == u and bool(c.alive.any())) for u in (0, 1)]
+    slots = [sum(1 for c in chunks if c.update == u and any(c.alive)) for u in (0, 1)]
     assert slots == [2, 2]  # the refilled groups stand in the optimizer step of those they replace
 
 
@@ -166,7 +166,7 @@ def test_a_sample_without_a_score_leaves_its_group_and_the_gradient() -> None:
     assert torch.isfinite(toy.weights_of(result)).all()
     model = toy.ToyModel()
     chunks = collect(toy.world(model, lost), toy.walk(cfg), cfg, toy.state(model, cfg), Dist(), Clock())
-    assert [c.alive.tolist() for c in chunks] == [[False, True, True, True]] * 4
+    assert [c.alive for c in chunks] == [[False, True, True, True]] * 4
     assert all(abs(c.advantage[1:].sum().item()) < 1e-5 for c in chunks)
 
 
