@@ -13,6 +13,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,6 @@ from flowkit.assets.words import (
     INKS,
     LETTERS,
     WIDTH,
-    draw_anywhere,
     draw_prompt,
     draw_sign,
     render,
@@ -241,7 +241,8 @@ def pictures(seed: int, batch: int) -> Iterator[Tensor]:
     """Endless batches of rendered signs, [B, 3, 32, 96] in [-1, 1]."""
     rng = np.random.default_rng(seed)
     while True:
-        yield to_tensor(np.stack([render(draw_anywhere(rng)) for _ in range(batch)]))
+        signs = [replace(draw_sign(rng), cell=0) for _ in range(batch)]  # convolutions know no cells
+        yield to_tensor(np.stack([render(s) for s in signs]))
 
 
 def to_tensor(pixels: np.ndarray) -> Tensor:
@@ -249,7 +250,7 @@ def to_tensor(pixels: np.ndarray) -> Tensor:
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
-def train_vae(folder: Path, steps: int = 1600, kl: float = 5e-4, batch: int = 32) -> Any:
+def train_vae(folder: Path, steps: int = 2600, kl: float = 5e-4, batch: int = 32) -> Any:
     """L1 plus a KL that is strong for an autoencoder: smooth latents are what makes the flow learnable."""
     vae = make_vae()
     saved = folder / "vae.pt"
@@ -548,7 +549,7 @@ def main() -> None:
     parser.add_argument("bundle", choices=["tiny-flux"])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--stage", choices=["text", "vae", "flow", "guidance", "write"], default="write")
-    parser.add_argument("--flow-steps", type=int, default=6_000)
+    parser.add_argument("--flow-steps", type=int, default=4_000)
     parser.add_argument("--guidance-steps", type=int, default=1500)
     args = parser.parse_args()
     torch.manual_seed(0)

@@ -11,11 +11,13 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import torch
 
 from flowkit.assets.words import (
+    CELLS,
     FONTS,
     GROUNDS,
     INKS,
@@ -67,17 +69,15 @@ def spelled(media: Media, prompts: Sequence[str]) -> tuple[float, float]:
 def nearest(pixels: np.ndarray, word: str) -> Sign:
     """The sign of this word that a picture [32, 96, 3] in [0, 1] is nearest to."""
     best, found = float("inf"), Sign(word, *PAIRS[0], next(iter(FONTS)))
-    for font in FONTS:
-        for x in X:
-            for y in Y:
-                sign = Sign(word, "white", "black", font, x, y)
-                low, high = (np.array(c, float) for c in (GROUNDS["black"], INKS["white"]))
-                mask = ((render(sign) - low) / (high - low)).clip(0, 1)
-                for ink, ground in PAIRS:
-                    made = mask * np.array(INKS[ink]) / 255 + (1 - mask) * np.array(GROUNDS[ground]) / 255
-                    distance = float(((made - pixels) ** 2).mean())
-                    if distance < best:
-                        best, found = distance, replace(sign, ink=ink, ground=ground)
+    low, high = (np.array(c, float) for c in (GROUNDS["black"], INKS["white"]))
+    for font, cell, x, y in product(FONTS, range(CELLS - len(word) + 1), X, Y):
+        sign = Sign(word, "white", "black", font, cell, x, y)
+        mask = ((render(sign) - low) / (high - low)).clip(0, 1)
+        for ink, ground in PAIRS:
+            made = mask * np.array(INKS[ink]) / 255 + (1 - mask) * np.array(GROUNDS[ground]) / 255
+            distance = float(((made - pixels) ** 2).mean())
+            if distance < best:
+                best, found = distance, replace(sign, ink=ink, ground=ground)
     return found
 
 
