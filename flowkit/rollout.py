@@ -99,7 +99,8 @@ def walk_out(
         inside = [0 <= step - s < kept for s in starts]
         before, x = x, drawn
         if not all(inside):
-            x = torch.where(expand(torch.tensor(inside, device=x.device), x), drawn, flat)
+            here = torch.tensor(inside, device=x.device).view(-1, *[1] * (x.ndim - 1))
+            x = torch.where(here, drawn, flat)
         rows = [b for b, yes in enumerate(inside) if yes]
         slots = [step - starts[b] for b in rows]
         states[rows, slots] = before[rows]

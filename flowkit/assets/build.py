@@ -549,8 +549,8 @@ def main() -> None:
     parser.add_argument("bundle", choices=["tiny-flux"])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--stage", choices=["text", "vae", "flow", "guidance", "write"], default="write")
-    parser.add_argument("--flow-steps", type=int, default=4_000)
-    parser.add_argument("--guidance-steps", type=int, default=1500)
+    parser.add_argument("--flow-steps", type=int, default=3_200)
+    parser.add_argument("--guidance-steps", type=int, default=700)
     args = parser.parse_args()
     torch.manual_seed(0)
     work = args.out / ".build"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowkit.errors import UserError
@@ -97,6 +97,7 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
         files.read_safetensors(tmp_path)
 
 
+@settings(deadline=None, max_examples=30)  # time says nothing here: the disk is in it
 @given(st.floats(0, 1, exclude_max=True))
 def test_a_file_cut_anywhere_is_refused(share: float) -> None:
     import tempfile

@@ -190,7 +190,8 @@ def test_a_signal_reaches_every_process_once(tmp_path: Path, number: signal.Sign
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")
 def test_a_killed_launcher_leaves_no_orphans(tmp_path: Path) -> None:
-    script = f"trap 'touch {tmp_path}/ended$RANK; kill %1; exit 143' TERM; sleep 300 & touch {tmp_path}/ready$RANK; wait"
+    on_term = f"touch {tmp_path}/ended$RANK; kill %1; exit 143"
+    script = f"trap '{on_term}' TERM; sleep 300 & touch {tmp_path}/ready$RANK; wait"
     with subprocess.Popen([sys.executable, "-c", LAUNCHER, script]) as process:
         while not all((tmp_path / f"ready{rank}").exists() for rank in (0, 1)):
             time.sleep(0.02)

@@ -32,7 +32,8 @@ def difference(a: object, b: object) -> float:
 
 
 def test_the_ratio_is_exactly_one_before_the_first_update() -> None:
-    for changes in ({}, {"rollout__window": {"size": 2, "lo": 0, "hi": 4}}, {"optim__micro": 3}):
+    window = {"rollout__window": {"size": 2, "lo": 0, "hi": 4}}
+    for changes in ({}, window, {"optim__micro": 3}, {**window, "optim__micro": 8}):
         rows = toy.run(toy.config(**changes)).rows
         assert [row["ratio_first"] for row in rows] == [1.0] * 3
 
