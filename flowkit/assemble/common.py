@@ -7,6 +7,7 @@ from pathlib import Path
 
 from flowkit.config.schema import GrpoConfig
 from flowkit.data.prompts import read
+from flowkit.errors import UsageError
 from flowkit.models import FlowModel, checkpoint_activations, load
 from flowkit.types import Prompt
 
@@ -20,8 +21,18 @@ def cache_folder() -> Path:
 
 
 def prompt_files(cfg: GrpoConfig) -> tuple[list[Prompt], list[Prompt]]:
-    """Prompts to train on, and held-out ones."""
-    return read(cfg.prompts.train), read(cfg.prompts.test)[: cfg.prompts.test_limit]
+    """Prompts to train on, and held-out ones.
+
+    Raises:
+        UsageError: broken files, or fewer prompts than one round draws.
+    """
+    train, test = read(cfg.prompts.train), read(cfg.prompts.test)[: cfg.prompts.test_limit]
+    if cfg.rollout.groups > len(train):
+        raise UsageError(
+            f"rollout.groups={cfg.rollout.groups} is more than the {len(train)} prompts of {cfg.prompts.train}: "
+            f"use rollout.groups={len(train)} or fewer"
+        )
+    return train, test
 
 
 def model_of(cfg: GrpoConfig, device: str) -> FlowModel:

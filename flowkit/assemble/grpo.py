@@ -21,7 +21,7 @@ from flowkit.run import drive
 from flowkit.runtime import dist as processes
 from flowkit.runtime.dist import Dist
 from flowkit.runtime.folder import open_folder
-from flowkit.runtime.log import Metrics
+from flowkit.runtime.log import Metrics, check
 from flowkit.runtime.media import contact_sheet, save_png
 from flowkit.runtime.progress import Progress
 from flowkit.trainers.grpo import World, logp_floor, train
@@ -40,6 +40,7 @@ def run(resolved: Resolved[GrpoConfig], *, resume: Path | None, fresh: bool, for
     cfg = resolved.config
     with ExitStack() as stack:
         dist = stack.enter_context(processes.init(cfg.device))
+        check(cfg.report_to)
         train_prompts, test_prompts = prompt_files(cfg)
         model = model_of(cfg, str(dist.device))
         pool = stack.enter_context(RewardPool(cfg.reward, cfg.reward_workers, cfg.reward_batch))

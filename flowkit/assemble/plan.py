@@ -8,7 +8,6 @@ from typing import Any
 
 from flowkit.assemble.common import prompt_files
 from flowkit.config.schema import GrpoConfig
-from flowkit.errors import UsageError
 from flowkit.flow.schedule import SCHEDULES, mu_of
 from flowkit.flow.windows import trained_steps
 from flowkit.models import describe
@@ -25,11 +24,6 @@ def plan(cfg: GrpoConfig, processes: int) -> dict[str, Any]:
         UserError: a model that neither this machine nor flowkit's own table knows.
     """
     train, test = prompt_files(cfg)
-    if cfg.rollout.groups > len(train):
-        raise UsageError(
-            f"rollout.groups={cfg.rollout.groups} is more than the {len(train)} prompts of {cfg.prompts.train}: "
-            f"use rollout.groups={len(train)} or fewer"
-        )
     rewards = [load(name) for name in cfg.reward]
     check(rewards, [*train, *test])
     model = describe(cfg.model)

@@ -20,6 +20,7 @@ from flowkit.runtime.device import pick
 from flowkit.runtime.files import disk_errors, remove, write_json
 from flowkit.runtime.media import (
     MANIFEST,
+    SHEET,
     Row,
     append_row,
     contact_sheet,
@@ -28,7 +29,6 @@ from flowkit.runtime.media import (
 )
 from flowkit.types import Prompt, Size
 
-SHEET = "contact-sheet.png"
 ON_SHEET = 64
 
 
