@@ -32,7 +32,8 @@ from flowkit.rewards import load
 from flowkit.rewards.pool import RewardPool
 from flowkit.rollout import replay
 from flowkit.runtime.dist import Dist
-from flowkit.trainers.grpo import World, split, train, trajectories
+from flowkit.trainers.grpo import World, train, trajectories
+from flowkit.trainers.rounds import split
 from flowkit.trainers.state import TrainState
 from flowkit.types import Media
 

@@ -25,7 +25,7 @@ from flowkit.runtime.log import Metrics, check
 from flowkit.runtime.media import contact_sheet, save_png
 from flowkit.runtime.progress import Progress
 from flowkit.trainers.grpo import World, logp_floor, train
-from flowkit.trainers.state import TrainState, Weights
+from flowkit.trainers.state import LearningRate, TrainState, Weights
 
 log = logging.getLogger(__name__)
 
@@ -53,11 +53,15 @@ def run(resolved: Resolved[GrpoConfig], *, resume: Path | None, fresh: bool, for
         conds = encode(model, [p.text for p in (*train_prompts, *test_prompts)], cfg, dist)
         state = TrainState.new(
             trained(model, cfg),
-            lr=cfg.optim.lr,
+            rate=LearningRate(
+                cfg.optim.lr,
+                cfg.optim.warmup,
+                cfg.optim.decay,
+                total=cfg.steps * cfg.policy.epochs * cfg.policy.updates,
+            ),
             betas=cfg.optim.betas,
             eps=cfg.optim.eps,
             weight_decay=cfg.optim.weight_decay,
-            warmup=cfg.optim.warmup,
             grad_clip=cfg.optim.grad_clip,
             ema_decay=cfg.ema.decay,
             ema_interval=cfg.ema.interval,

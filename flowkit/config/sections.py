@@ -107,9 +107,10 @@ class ScheduleConfig(Section):
 
 
 class OptimConfig(Section):
-    """AdamW; `warmup` in optimizer steps, `micro` pictures in one forward and backward."""
+    """AdamW; `warmup` in optimizer steps, then `decay` to 0 at the run's end; `micro` pictures in one forward."""
 
     lr: float = Field(gt=0, le=10)
+    decay: Literal["none", "linear", "cosine"] = "none"
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.999)
     eps: float = Field(default=1e-8, gt=0, le=1)
     weight_decay: float = Field(default=1e-4, ge=0, le=10)

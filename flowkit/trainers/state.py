@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -29,6 +31,33 @@ class Weights:
     read: Callable[[Path], None]
 
 
+@dataclass(frozen=True)
+class LearningRate:
+    """Linear warm-up to `peak`, then constant, or down to 0 at update `total`.
+
+    >>> [LearningRate(1.0, warmup=2, decay="linear", total=6).at(u) for u in range(6)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+
+    peak: float
+    warmup: int = 0
+    decay: Literal["none", "linear", "cosine"] = "none"
+    total: int = 0
+
+    def at(self, update: int) -> float:
+        """Rate of the update of this index, from 0 on."""
+        rising = min(1.0, (update + 1) / max(self.warmup, 1))
+        left = 1 - min(1.0, max(0, update - self.warmup) / max(self.total - self.warmup, 1))
+        match self.decay:
+            case "none":
+                falling = 1.0
+            case "linear":
+                falling = left
+            case "cosine":
+                falling = 0.5 - 0.5 * math.cos(math.pi * left)
+        return self.peak * rising * falling
+
+
 @dataclass
 class TrainState:
     """Trained weights, their average, the optimizer, and where the run stands.
@@ -45,8 +74,7 @@ class TrainState:
     weights: Weights
     optimizer: torch.optim.AdamW
     ema: Ema
-    lr: float
-    warmup: int
+    rate: LearningRate
     grad_clip: float
     step: int = 0
     updates: int = 0
@@ -57,21 +85,20 @@ class TrainState:
         cls,
         weights: Weights,
         *,
-        lr: float,
+        rate: LearningRate,
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
-        warmup: int,
         grad_clip: float,
         ema_decay: float,
         ema_interval: int,
     ) -> TrainState:
         """A run before its first step."""
         optimizer = torch.optim.AdamW(
-            list(weights.params.values()), lr=lr, betas=betas, eps=eps, weight_decay=weight_decay
+            list(weights.params.values()), lr=rate.peak, betas=betas, eps=eps, weight_decay=weight_decay
         )
         ema = Ema(weights.params, ema_decay, ema_interval)
-        return cls(weights, optimizer, ema, lr, warmup, grad_clip)
+        return cls(weights, optimizer, ema, rate, grad_clip)
 
     @property
     def params(self) -> dict[str, torch.nn.Parameter]:
@@ -82,7 +109,7 @@ class TrainState:
         """One optimizer step from the gradients at hand; returns their norm before clipping, 0-dim."""
         norm = torch.nn.utils.clip_grad_norm_(self.params.values(), self.grad_clip)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.lr * min(1.0, (self.updates + 1) / max(self.warmup, 1))
+            group["lr"] = self.rate.at(self.updates)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.ema.update(self.updates)

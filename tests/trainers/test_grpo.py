@@ -12,18 +12,9 @@ from flowkit.errors import UserError
 from flowkit.flow.policy import surrogate
 from flowkit.rollout import replay
 from flowkit.runtime.dist import Dist
-from flowkit.trainers.grpo import (
-    Chunk,
-    Clock,
-    Meter,
-    collect,
-    improve,
-    logp_floor,
-    round_metrics,
-    split,
-    train,
-    trajectories,
-)
+from flowkit.trainers.grpo import collect, improve, logp_floor, train, trajectories
+from flowkit.trainers.meters import Clock, Meter
+from flowkit.trainers.rounds import Chunk, round_metrics, split
 from tests.trainers import toy
 
 
@@ -235,6 +226,18 @@ def test_the_warm_up_raises_the_rate_over_optimizer_steps() -> None:
     assert rates == pytest.approx([0.05, 0.1])
 
 
+@pytest.mark.parametrize(
+    ("decay", "wanted"), [("linear", [0.1, 0.06, 0.02]), ("cosine", [0.1, 0.06545, 0.00955])]
+)
+def test_the_rate_falls_to_nothing_at_the_end_of_the_run(decay: str, wanted: list[float]) -> None:
+    cfg = toy.config(steps=3, optim__warmup=1, optim__lr=0.1, optim__decay=decay)
+    model = toy.ToyModel()
+    state = toy.state(model, cfg)
+    rounds = train(toy.world(model), toy.walk(cfg), cfg, state, Dist())
+    rates = [state.optimizer.param_groups[0]["lr"] for _ in rounds]
+    assert rates == pytest.approx(wanted, abs=1e-4)
+
+
 def test_running_history_compares_with_earlier_rounds_of_the_prompt() -> None:
     epoch, run = toy.run(toy.config(policy__history="epoch")), toy.run(toy.config(policy__history="run"))
     assert len(run.state.history.moments) > 0
@@ -292,7 +295,7 @@ def test_round_metrics_are_those_of_the_rewards() -> None:
         "ocr": torch.tensor([0.0, 1.0, 0.5, 0.5]),
         "total": torch.tensor([0.0, 2.0, 1.0, 1.0]),
     }
-    row = round_metrics([chunk], toy.config(), Dist())
+    row = round_metrics([chunk], Dist())
     assert row["reward"] == 1.0
     assert row["reward_std"] == 0.5  # the mean of 1 and 0
     assert row["frac_reward_zero_std"] == 0.5

@@ -19,7 +19,7 @@ from flowkit.models import Cond
 from flowkit.rollout import Walk
 from flowkit.runtime.dist import Dist
 from flowkit.trainers.grpo import World
-from flowkit.trainers.state import TrainState, Weights
+from flowkit.trainers.state import LearningRate, TrainState, Weights
 from flowkit.types import Media, Prompt, Scores
 
 LATENT = (2, 2, 2)
@@ -130,11 +130,10 @@ def state(model: ToyModel, cfg: GrpoConfig) -> TrainState:
     o = cfg.optim
     return TrainState.new(
         Weights(params, write, read),
-        lr=o.lr,
+        rate=LearningRate(o.lr, o.warmup, o.decay, cfg.steps * cfg.policy.epochs * cfg.policy.updates),
         betas=o.betas,
         eps=o.eps,
         weight_decay=o.weight_decay,
-        warmup=o.warmup,
         grad_clip=o.grad_clip,
         ema_decay=cfg.ema.decay,
         ema_interval=cfg.ema.interval,
