@@ -20,7 +20,7 @@ from flowkit.rollout import Walk
 from flowkit.run import drive
 from flowkit.runtime import dist as processes
 from flowkit.runtime.dist import Dist
-from flowkit.runtime.folder import open_folder
+from flowkit.runtime.folder import HARMLESS, open_folder
 from flowkit.runtime.log import Metrics, check
 from flowkit.runtime.media import contact_sheet, save_png
 from flowkit.runtime.progress import Progress
@@ -28,6 +28,11 @@ from flowkit.trainers.grpo import World, logp_floor, train
 from flowkit.trainers.state import LearningRate, TrainState, Weights
 
 log = logging.getLogger(__name__)
+
+
+def harmless(cfg: GrpoConfig) -> frozenset[str]:
+    """Keys that a resumed run may change; the number of steps is none of them where the rate depends on it."""
+    return HARMLESS if cfg.optim.decay == "none" else HARMLESS - {"steps"}
 
 
 def run(resolved: Resolved[GrpoConfig], *, resume: Path | None, fresh: bool, force: bool) -> None:
@@ -47,7 +52,14 @@ def run(resolved: Resolved[GrpoConfig], *, resume: Path | None, fresh: bool, for
         pool.check([*train_prompts, *test_prompts])
         opened = stack.enter_context(
             open_folder(
-                Path(cfg.out), dump(cfg), seed=cfg.seed, resume=resume, fresh=fresh, force=force, dist=dist
+                Path(cfg.out),
+                dump(cfg),
+                seed=cfg.seed,
+                resume=resume,
+                fresh=fresh,
+                force=force,
+                dist=dist,
+                harmless=harmless(cfg),
             )
         )
         conds = encode(model, [p.text for p in (*train_prompts, *test_prompts)], cfg, dist)

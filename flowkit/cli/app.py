@@ -10,6 +10,7 @@ import errno
 import importlib
 import importlib.util
 import logging
+import os
 import signal
 import sys
 import threading
@@ -93,6 +94,8 @@ def flowkit_(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return the exit code; an error of the user is one sentence on stderr."""
+    # Before torch comes in: its idle threads shall sleep, not spin on the cores where rewards are scored.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     debug, rest = _take_debug(sys.argv[1:] if arguments is None else arguments)
     _log_to_stderr(debug)
     try:
@@ -141,7 +144,9 @@ def _take_debug(arguments: Sequence[str]) -> tuple[bool, list[str]]:
 def _tell(sentence: str, code: int, debug: bool) -> int:
     if debug:
         traceback.print_exc()
-    typer.echo(f"Error: {sentence}", err=True)
+    rank = os.environ.get("RANK", "0")  # of several processes each may fail in its own way: say who speaks
+    who = "" if rank == "0" else f" (process {rank})"
+    typer.echo(f"Error{who}: {sentence}", err=True)
     return code
 
 

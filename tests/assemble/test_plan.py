@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from flowkit.assemble.grpo import harmless
 from flowkit.assemble.plan import arithmetic, plan
 from flowkit.cli.app import main
 from flowkit.config.load import resolve
@@ -51,3 +52,9 @@ def test_flux_is_as_large_as_flux_is() -> None:
     assert found["schedule"] == pytest.approx(
         [1.0, 0.903736, 0.78970, 0.652489, 0.484218, 0.273003, 0], abs=1e-5
     )
+
+
+def test_a_resumed_run_may_change_its_length_only_where_the_rate_does_not_depend_on_it() -> None:
+    decaying = preset("tiny-ocr", "optim.decay=linear")
+    assert "steps" not in harmless(decaying)
+    assert harmless(preset("tiny-ocr", "optim.decay=none")) == {*harmless(decaying), "steps"}

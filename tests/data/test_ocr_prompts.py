@@ -46,7 +46,7 @@ def test_no_quoted_text_of_a_test_list_stands_in_the_train_list(world: str) -> N
 @pytest.mark.parametrize("name", ["tiny-ocr-train", "tiny-ocr-test"])
 def test_tiny_prompts_speak_the_grammar_of_the_embedded_world(name: str) -> None:
     ink, ground, font = ("|".join(names) for names in (INKS, GROUNDS, FONTS))
-    grammar = re.compile(rf'the word "[A-Z]{{2,5}}"( in ({ink}))?( on ({ground}))?(, ({font}))?')
+    grammar = re.compile(rf'the word "[A-Z]{{2,4}}"( in ({ink}))?( on ({ground}))?(, ({font}))?')
     for prompt in read(f"builtin:{name}"):
         assert grammar.fullmatch(prompt.text), prompt.where
 
