@@ -1,0 +1,1 @@
+"""tiny-flux, words in pictures: five stages, a file each."""
