@@ -34,7 +34,7 @@ from flowkit.rollout import replay
 from flowkit.runtime.dist import Dist
 from flowkit.trainers.grpo import World, train, trajectories
 from flowkit.trainers.rounds import split
-from flowkit.trainers.state import TrainState
+from flowkit.trainers.state import LearningRate, TrainState
 from flowkit.types import Media
 
 ROUNDS = 5
@@ -50,7 +50,7 @@ def main() -> None:
         weights = trained(model, cfg)
         o = cfg.optim
         state = TrainState.new(
-            weights, lr=1e-9, betas=o.betas, eps=o.eps, weight_decay=0.0, warmup=0,
+            weights, rate=LearningRate(1e-9), betas=o.betas, eps=o.eps, weight_decay=0.0,
             grad_clip=o.grad_clip, ema_decay=cfg.ema.decay, ema_interval=cfg.ema.interval,
         )  # fmt: skip
         with RewardPool(cfg.reward, cfg.reward_workers, cfg.reward_batch) as pool:

@@ -1,4 +1,4 @@
-"""flowkit post-trains flow-matching generators: online RL with reward models and few-step distillation."""
+"""flowkit post-trains flow-matching generators: online RL with reward models, sampling and scoring."""
 
 from importlib.metadata import PackageNotFoundError, version
 

@@ -7,6 +7,7 @@ class UserError(Exception):
     """Shown as one sentence without a traceback; the process exits with `code`."""
 
     code = 1
+    told_by_main = False  # of several processes all raise it, and the first one tells
 
 
 class UsageError(UserError):

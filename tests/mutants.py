@@ -64,7 +64,7 @@ FAULTS = [
     Fault("log-probability without log std", "laws.py", " - std.log()", ""),
     Fault("log-probability without constant", "laws.py", " - 0.5 * math.log(2 * math.pi)", ""),
     Fault("sum for mean", "laws.py", 'reduction == "mean":\n        return flat.mean(1)', 'reduction == "mean":\n        return flat.sum(1)'),
-    Fault("std 0 let through", "laws.py", "if not bool((std > 0).all()):", "if not bool((std > 0).any()):"),
+    Fault("std 0 let through", "laws.py", "positive = (std > 0).all()", "positive = (std > 0).any()"),
     Fault("unit with a half", "laws.py", "-square.reshape(len(y), -1).mean(1)", "-square.reshape(len(y), -1).mean(1) / 2"),
     Fault("rate of the law without dt", "laws.py", "(as_time(t) - as_time(s)).sqrt()", "(as_time(t) - as_time(s))"),
     # solvers

@@ -8,7 +8,7 @@ from pathlib import Path
 from flowkit.config.schema import GrpoConfig
 from flowkit.data.prompts import read
 from flowkit.errors import UsageError
-from flowkit.models import FlowModel, checkpoint_activations, load
+from flowkit.models import FlowModel, load
 from flowkit.types import Prompt
 
 
@@ -39,6 +39,4 @@ def model_of(cfg: GrpoConfig, device: str) -> FlowModel:
     """The config's model on a device, its size checked before any weights are read."""
     model = load(cfg.model, dtype=cfg.dtype, device=device, decode_batch=cfg.decode_batch)
     model.check_size(cfg.pixels)
-    if cfg.gradient_checkpointing:
-        checkpoint_activations(model)
     return model

@@ -13,7 +13,7 @@ from flowkit.config.schema import GrpoConfig
 from flowkit.evaluate.heldout import evaluate
 from flowkit.flow.windows import trained_steps
 from flowkit.generate import Recipe, draw, grid_of
-from flowkit.models import Cond, FlowModel, lora
+from flowkit.models import Cond, FlowModel, checkpoint_activations, lora
 from flowkit.models.text import encode_all
 from flowkit.rewards.pool import RewardPool
 from flowkit.rollout import Walk
@@ -45,8 +45,8 @@ def run(resolved: Resolved[GrpoConfig], *, resume: Path | None, fresh: bool, for
     cfg = resolved.config
     with ExitStack() as stack:
         dist = stack.enter_context(processes.init(cfg.device))
-        check(cfg.report_to)
-        train_prompts, test_prompts = prompt_files(cfg)
+        dist.on_main(lambda: check(cfg.report_to))
+        train_prompts, test_prompts = dist.on_main(lambda: prompt_files(cfg))
         model = model_of(cfg, str(dist.device))
         pool = stack.enter_context(RewardPool(cfg.reward, cfg.reward_workers, cfg.reward_batch))
         pool.check([*train_prompts, *test_prompts])
@@ -63,6 +63,10 @@ def run(resolved: Resolved[GrpoConfig], *, resume: Path | None, fresh: bool, for
             )
         )
         conds = encode(model, [p.text for p in (*train_prompts, *test_prompts)], cfg, dist)
+        if (
+            cfg.gradient_checkpointing
+        ):  # not earlier: it loads the network, and the text encoders are gone now
+            checkpoint_activations(model)
         state = TrainState.new(
             trained(model, cfg),
             rate=LearningRate(
@@ -158,7 +162,13 @@ def trained(model: FlowModel, cfg: GrpoConfig) -> Weights:
         write, read, inside = lora.save_full, lora.load_full, "transformer"
     else:
         if cfg.lora.path is not None:
-            lora.load_lora(model, cfg.lora.path, cfg.lora.dropout)
+            lora.load_lora(model, cfg.lora.path)
+            ranks = {p.shape[0] for name, p in lora.trainable(model).items() if ".lora_A." in name}
+            if ranks != {cfg.lora.rank}:
+                found = ", ".join(map(str, sorted(ranks)))
+                log.warning(
+                    "%s brings rank %s; lora.rank %d is not used", cfg.lora.path, found, cfg.lora.rank
+                )
         else:
             c = cfg.lora
             lora.add_lora(model, c.rank, c.alpha, c.targets, c.dropout, cfg.seed)

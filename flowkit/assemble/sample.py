@@ -25,6 +25,7 @@ from flowkit.runtime.media import (
     append_row,
     contact_sheet,
     picture_name,
+    read_manifest,
     save_png,
 )
 from flowkit.types import Prompt, Size
@@ -80,12 +81,13 @@ def sample(
     recipe = recipe_of(ask, own)
     model.check_size(recipe.size)
     grid = grid_of(model, recipe.steps, recipe.size, recipe.schedule, recipe.settings)
-    take_folder(out, force)
+    check_folder(out, force)
     if ask.weights is not None:
         lora.load_full(model, ask.weights)
     if ask.lora is not None:
         lora.load_lora(model, ask.lora)
     table = encode_all(model, [p.text for p in prompts], cache_folder())
+    take_folder(out)
     jobs = [(n, ask.seed + k) for n in range(len(prompts)) for k in range(ask.images)]
     about = {"model": base, "lora": ask.lora, "weights": ask.weights, **recipe.as_dict()}
     begun, bad = time.perf_counter(), 0
@@ -148,14 +150,18 @@ def base_of(weights: str | None) -> str | None:
     return str(found["base_model"]) if "base_model" in found else None
 
 
-def take_folder(out: Path, force: bool) -> None:
-    """Make the folder; refuse one with pictures in it, or with `force` remove those that its manifest names."""
-    if (out / MANIFEST).exists() or any(out.glob("*.png")):
-        if not force:
-            raise UsageError(
-                f"{out} holds pictures already: name another folder, or replace them with --force"
-            )
-        for path in [*out.glob("[0-9]*-[0-9]*.png"), out / MANIFEST, out / SHEET, out / "recipe.json"]:
-            remove(path)
+def check_folder(out: Path, force: bool) -> None:
+    """Refuse a folder with pictures in it, unless they are to be replaced."""
+    if not force and ((out / MANIFEST).exists() or any(out.glob("*.png"))):
+        raise UsageError(f"{out} holds pictures already: name another folder, or replace them with --force")
+
+
+def take_folder(out: Path) -> None:
+    """Make the folder, and remove what an earlier call put there: the pictures that its manifest names."""
+    if (out / MANIFEST).exists():
+        for row in read_manifest(out):
+            remove(out / row.file)
+    for name in (MANIFEST, SHEET, "recipe.json"):
+        remove(out / name)
     with disk_errors("make", out):
         out.mkdir(parents=True, exist_ok=True)

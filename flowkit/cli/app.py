@@ -89,7 +89,7 @@ def flowkit_(
         bool, typer.Option("--debug", help="Show tracebacks and debug messages; works after a verb too.")
     ] = False,
 ) -> None:
-    """Post-train flow-matching image and video generators: online RL, and few-step distillation."""
+    """Post-train flow-matching image generators: online RL with reward models, sampling and scoring."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return done.code
         raise
     except UserError as error:
-        return _tell(str(error), error.code, debug)
+        return _tell(str(error), error.code, debug, by_main=error.told_by_main)
     except OSError as error:
         if error.errno not in _DISK:
             raise
@@ -141,10 +141,12 @@ def _take_debug(arguments: Sequence[str]) -> tuple[bool, list[str]]:
     return len(rest) < end, [*rest, *arguments[end:]]
 
 
-def _tell(sentence: str, code: int, debug: bool) -> int:
+def _tell(sentence: str, code: int, debug: bool, *, by_main: bool = False) -> int:
     if debug:
         traceback.print_exc()
     rank = os.environ.get("RANK", "0")  # of several processes each may fail in its own way: say who speaks
+    if rank != "0" and by_main:
+        return code
     who = "" if rank == "0" else f" (process {rank})"
     typer.echo(f"Error{who}: {sentence}", err=True)
     return code

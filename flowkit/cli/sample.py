@@ -39,7 +39,7 @@ def command(
     noise_level: Annotated[float | None, typer.Option(min=0, help="Noise level of the law.")] = None,
     solver: Annotated[str, typer.Option(help="For law ode: euler, heun or unipc.")] = "euler",
     schedule: Annotated[
-        str, typer.Option(help="auto, static, dynamic, unshifted, power, sd3-rl ...")
+        str, typer.Option(help="auto, static, dynamic, unshifted, sd3-rl or rcm-teacher.")
     ] = "auto",
     shift: Annotated[
         float | None, typer.Option(min=0.001, help="Static shift (implies --schedule static).")
@@ -76,8 +76,24 @@ def command(
     _one_of("--dtype", dtype, ("float32", "bfloat16"))
     if law == "ode" and noise_level:
         raise UsageError("--noise-level goes with a noisy law, such as --law flow-sde.")
+    if law == "consistency" and noise_level is not None:
+        raise UsageError("--law consistency has no noise level: it draws all noise anew at every step.")
+    if noise_level is not None and noise_level > LEVELS.get(law, noise_level):
+        raise UsageError(f"--noise-level {noise_level:g}: law {law} takes at most {LEVELS[law]:g}.")
+    missing = [key for key in SCHEDULE_SETTINGS[schedule][0] if key != "shift" or shift is None]
+    if missing == ["shift"]:
+        raise UsageError(f"--schedule {schedule} needs --shift.")
+    if missing:
+        raise UsageError(
+            f"--schedule {schedule} needs {', '.join(missing)}, which only a config can give "
+            "(rollout.schedule); use another schedule here."
+        )
     if law != "ode" and solver != "euler":
         raise UsageError(f"--solver {solver} solves --law ode; a noisy law has its own steps.")
+    try:
+        pixels = None if size is None else parse_size(size)
+    except ValueError as error:
+        raise UsageError(f"--size: {error}.") from None
     asked = (
         read(prompts)[:limit]
         if prompts is not None
@@ -96,7 +112,7 @@ def command(
             weights=weights,
             steps=steps,
             guidance=guidance,
-            size=None if size is None else parse_size(size),
+            size=pixels,
             law=law,
             level=0.7 if noise_level is None and law in LEVELS else noise_level or 0.0,
             solver=solver,

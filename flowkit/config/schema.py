@@ -153,11 +153,6 @@ class GrpoConfig(Section):
         """`size` as numbers."""
         return parse_size(self.size)
 
-    @property
-    def images_per_update(self) -> int:
-        """Pictures whose gradients make one optimizer step."""
-        return self.rollout.groups * self.rollout.samples // self.policy.updates
-
     @field_validator("size")
     @classmethod
     def _check_size(cls, value: str) -> str:
@@ -185,6 +180,11 @@ class GrpoConfig(Section):
         if self.train == "full" and self.lora.path is not None:
             raise refuse(
                 "lora.path", "lora.path is given but train is 'full'; use train=lora, or drop the path"
+            )
+        if self.lora.dropout:
+            raise refuse(
+                "lora.dropout",
+                "a replayed step would drop other weights than its rollout did, so no ratio would start at 1; use 0",
             )
         return self
 

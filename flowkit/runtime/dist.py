@@ -82,24 +82,30 @@ class Dist:
         return [int(value) for value in highest]
 
     def on_main(self, work: Callable[[], T]) -> T:
-        """Runs `work` on rank 0 alone; its result, or the UserError it raised, comes to every rank."""
+        """Runs `work` on rank 0 alone; its result comes to every rank, and so does its failure, as a UserError."""
         if self.world == 1:
             return work()
         box: list[Any] = [None]
         if self.main:
             try:
                 box = [work()]
-            except UserError as error:
-                box = [error]
+            except Exception as error:
+                told = error if isinstance(error, UserError) else UserError(f"process 0 failed: {error!r}")
+                td.broadcast_object_list([told], src=0)
+                raise
         td.broadcast_object_list(box, src=0)
         if isinstance(box[0], UserError):
+            box[0].told_by_main = True
             raise box[0]
         return cast("T", box[0])
 
-    def barrier(self) -> None:
-        """Waits until every rank is here."""
-        if self.world > 1:
-            self.all_max([0])
+    def all_or_none(self, error: UserError | None) -> None:
+        """Raises on every rank the first error that any rank has; None on all ranks passes."""
+        found = [e for e in self.gather_objects(error) if e is not None]
+        if found:
+            first = found[0]
+            first.told_by_main = self.rank != 0  # where the first process raises it, too
+            raise first
 
 
 @contextmanager

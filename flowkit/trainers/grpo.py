@@ -54,7 +54,8 @@ def train(world: World, walk: Walk, cfg: GrpoConfig, state: TrainState, dist: Di
             improve(world, walk, [c for c in chunks if c.update == u], cfg, state, dist, row)
         clock.lap("train")
         state.step += 1
-        yield {**row.means(dist), **round_metrics(chunks, dist), **clock.row(len_of(chunks, dist))}
+        about = {"lr": state.rate.at(max(state.updates - 1, 0)), **clock.row(len_of(chunks, dist))}
+        yield {**row.means(dist), **round_metrics(chunks, dist), **about}
 
 
 # --- a round of rollouts --------------------------------------------------------------------------
@@ -69,6 +70,7 @@ def collect(
     places of the dropped in their optimizer steps.
     """
     chunks: list[Chunk] = []
+    rewards = torch.empty(0)  # of all processes
     r, p = cfg.rollout, cfg.policy
     open_slots = [g * p.updates // r.groups for g in range(r.groups)]  # slot -> optimizer step
     for attempt in range(p.refill + 1):
@@ -79,7 +81,8 @@ def collect(
         for chunk in mine:
             roll(world, walk, chunk, cfg, state.step)
         clock.lap("rollout")
-        judge(mine, cfg, state, dist)
+        rewards = torch.cat([rewards, judge(mine, cfg, state, dist)])
+        refuse_failed(rewards, cfg, state.step)
         clock.lap("reward")
         chunks += mine
         dead = dead_slots(mine, dist)
@@ -129,15 +132,25 @@ def policy(world: World, chunk: Chunk, cfg: GrpoConfig) -> Callable[[Tensor, Ten
     return lambda x, t: world.model.velocity(x, t, cond, cfg.rollout.guidance)
 
 
-def judge(mine: Sequence[Chunk], cfg: GrpoConfig, state: TrainState, dist: Dist) -> None:
-    """Wait for the scores, and turn those of all processes into advantages; both land in the chunks."""
+def judge(mine: Sequence[Chunk], cfg: GrpoConfig, state: TrainState, dist: Dist) -> Tensor:
+    """Wait for the scores, and turn those of all processes into advantages; both land in the chunks.
+
+    Returns:
+        The rewards of all processes, one order on every process count.
+    """
+    failed: UserError | None = None
     for chunk in mine:
         if chunk.future is None:
             raise AssertionError("a chunk was never rolled out")
-        scores = chunk.future.result()
+        try:
+            scores = chunk.future.result()
+        except UserError as error:
+            failed = error
+            break
         chunk.scores = {name: s.values for name, s in scores.items()}
         chunk.scores["total"] = total(scores, cfg.reward)
         chunk.future = None
+    dist.all_or_none(failed)  # or the other processes would wait for this one's scores
     rows = dist.gather_objects([(c.group, c.prompt, c.sample, c.scores["total"].tolist()) for c in mine])
     flat = sorted(  # one order on every process count
         (g, k, i, value)
@@ -145,12 +158,6 @@ def judge(mine: Sequence[Chunk], cfg: GrpoConfig, state: TrainState, dist: Dist)
         for g, i, k, value in zip(*chunk, strict=True)
     )
     rewards = torch.tensor([value for *_, value in flat])
-    lost = 1 - rewards.isfinite().float().mean().item()
-    if lost > cfg.max_failed:
-        raise UserError(
-            f"{lost:.0%} of the pictures of round {state.step + 1} could not be scored, more than "
-            f"max_failed={cfg.max_failed:.0%}: look at the reward's own message above, or raise max_failed"
-        )
     key = 2 if cfg.policy.history == "run" else 0
     advantages = group_advantage(
         rewards,
@@ -169,6 +176,17 @@ def judge(mine: Sequence[Chunk], cfg: GrpoConfig, state: TrainState, dist: Dist)
         chunk.alive = advantages.used[index].tolist()
         chunk.rows = torch.tensor(
             [n for n, a in enumerate(chunk.alive) if a], dtype=torch.int64, device=device
+        )
+    return rewards
+
+
+def refuse_failed(rewards: Tensor, cfg: GrpoConfig, step: int) -> None:
+    """Stop a round of which too many pictures have no score."""
+    lost = 1 - rewards.isfinite().float().mean().item()
+    if lost > cfg.max_failed:
+        raise UserError(
+            f"{lost:.0%} of the pictures of round {step + 1} could not be scored, more than "
+            f"max_failed={cfg.max_failed:.0%}: look at the reward's own message above, or raise max_failed"
         )
 
 

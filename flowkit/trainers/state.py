@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from flowkit.errors import UserError
 from flowkit.flow.ema import Ema
 from flowkit.flow.policy import RunningStats
+from flowkit.models.files import read_safetensors
 from flowkit.runtime.files import write_text
 
 RAW = "raw"
@@ -139,8 +140,8 @@ class TrainState:
         """
         try:
             state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-            moments = load_file(folder / "optimizer.safetensors")
-        except (OSError, ValueError) as error:
+            moments, _ = read_safetensors(folder / "optimizer.safetensors")
+        except (OSError, ValueError, UserError) as error:
             raise UserError(
                 f"{folder} is not a whole checkpoint ({error}): resume from an older one"
             ) from None

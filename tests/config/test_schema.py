@@ -163,10 +163,14 @@ def test_the_settings_of_a_schedule_are_those_given() -> None:
     assert ScheduleConfig().settings == {}
 
 
+def test_dropout_is_refused_where_a_step_is_replayed() -> None:
+    with pytest.raises(UsageError, match=r"lora\.dropout.*no ratio would start at 1"):
+        config("train=lora", "lora.dropout=0.1")
+
+
 def test_derived_values() -> None:
-    c = config("policy.updates=1")
+    c = config()
     assert c.pixels == Size(96, 32)
-    assert c.images_per_update == 8
 
 
 def test_a_config_cannot_be_changed() -> None:

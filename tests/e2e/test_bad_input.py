@@ -32,12 +32,12 @@ def refused(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) -
         (["grpo"], "Give one of --preset NAME and --config FILE"),
         (["grpo", "--preset", "tiny-orc"], "did you mean 'tiny-ocr'"),
         (["grpo", "--preset", "tiny-ocr", "reward={ocl: 1.0}", "--dry-run"], "did you mean 'ocr'"),
-        (["grpo", "--preset", "tiny-ocr", "rollout.law=flow-sd"], "rollout.law"),
+        (["grpo", "--preset", "tiny-ocr", "rollout.law=flow-sd", "--dry-run"], "rollout.law"),
         (["grpo", "--preset", "tiny-ocr", "size=100x32", "--dry-run"], "nearest legal size is 96x32"),
-        (["grpo", "--preset", "tiny-ocr", "--steps", "0"], "steps"),
-        (["grpo", "--preset", "tiny-ocr", "rollout.steps=2"], "window"),
-        (["grpo", "--preset", "tiny-ocr", "rollout.samples=1"], "rollout.samples"),
-        (["grpo", "--preset", "tiny-ocr", "optim.lrr=1"], "did you mean"),
+        (["grpo", "--preset", "tiny-ocr", "--steps", "0", "--dry-run"], "steps"),
+        (["grpo", "--preset", "tiny-ocr-fast", "rollout.steps=2", "--dry-run"], "window"),
+        (["grpo", "--preset", "tiny-ocr", "rollout.samples=1", "--dry-run"], "rollout.samples"),
+        (["grpo", "--preset", "tiny-ocr", "optim.lrr=1", "--dry-run"], "did you mean"),
         (["grpo", "--preset", "tiny-ocr", "--config", "x.yaml"], "Give one of"),
         (["sample"], "Give prompts by --prompt"),
         (["sample", "-p", "a", "--steps", "0"], "at least 1 step"),
@@ -47,6 +47,11 @@ def refused(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) -
             "nearest legal size is 96x32",
         ),
         (["sample", "-p", " "], "the prompt is empty"),
+        (["sample", "-p", "a", "--size", "abc"], "--size: size 'abc' is not WIDTHxHEIGHT"),
+        (["sample", "-p", "a", "--law", "cps", "--noise-level", "3"], "law cps takes at most 1"),
+        (["sample", "-p", "a", "--law", "consistency", "--noise-level", "1"], "has no noise level"),
+        (["sample", "-p", "a", "--schedule", "static"], "--schedule static needs --shift"),
+        (["sample", "-p", "a", "--schedule", "power"], "needs smin"),
         (["sample", "-p", "a", "--model", "builtin:tiny-flix"], "did you mean builtin:tiny-flux"),
         (["sample", "-p", "a", "--noise-level", "0.5"], "--noise-level goes with a noisy law"),
         (["sample", "--prompts", "no/such.txt"], "no such prompt file"),
@@ -123,7 +128,9 @@ def test_pictures_are_not_overwritten_without_force(
     assert main([str(a) for a in ask]) == 0
     capsys.readouterr()
     assert "--force" in refused(capsys, 2, *ask)
+    (tmp_path / "s" / "2024-12.png").write_bytes(b"a holiday")
     assert main([str(a) for a in [*ask, "--force"]]) == 0
+    assert (tmp_path / "s" / "2024-12.png").read_bytes() == b"a holiday"  # no manifest names it
 
 
 def test_a_folder_that_cannot_be_written_is_said(

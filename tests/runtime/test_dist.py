@@ -51,7 +51,17 @@ with dist.init("cpu") as d:
         d.on_main(fail)
     except UserError as error:
         seen["error"] = str(error)
-    d.barrier()
+    def crash():
+        raise ValueError("no such thing")
+    try:
+        d.on_main(crash)
+    except (UserError, ValueError) as error:
+        seen["crash"], seen["told"] = repr(error), getattr(error, "told_by_main", None)
+    try:
+        d.all_or_none(UserError("reward broke") if d.rank == 1 else None)
+    except UserError as error:
+        seen["one"] = [str(error), error.told_by_main]
+    d.all_or_none(None)
     seen["rank"], seen["main_flag"] = [d.rank, d.local_rank, d.world], d.main
 Path(sys.argv[1], f"{seen['rank'][0]}.json").write_text(json.dumps(seen))
 """
@@ -71,6 +81,9 @@ def test_two_processes_act_as_one(tmp_path: Path) -> None:
         assert seen["main"] == "from 0"
         assert seen["ran"] == (1 if rank == 0 else 0)
         assert seen["error"] == "disk full"
+        assert "no such thing" in seen["crash"]
+        assert seen["told"] == (None if rank == 0 else True)  # the failing process has its own traceback
+        assert seen["one"] == ["reward broke", rank == 1]
 
 
 def test_a_lone_process_needs_no_collective() -> None:
@@ -78,7 +91,7 @@ def test_a_lone_process_needs_no_collective() -> None:
         assert (alone, alone.main) == (Dist(), True)
         tensor = torch.ones(2)
         alone.all_reduce_sum_([tensor])
-        alone.barrier()
+        alone.all_max([0])
         assert tensor.tolist() == [1.0, 1.0]
         assert alone.gather_objects("a") == ["a"]
         assert alone.all_max([3, 1]) == [3, 1]

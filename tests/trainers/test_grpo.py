@@ -12,7 +12,7 @@ from flowkit.errors import UserError
 from flowkit.flow.policy import surrogate
 from flowkit.rollout import replay
 from flowkit.runtime.dist import Dist
-from flowkit.trainers.grpo import collect, improve, logp_floor, train, trajectories
+from flowkit.trainers.grpo import collect, improve, logp_floor, refuse_failed, train, trajectories
 from flowkit.trainers.meters import Clock, Meter
 from flowkit.trainers.rounds import Chunk, round_metrics, split
 from tests.trainers import toy
@@ -265,13 +265,18 @@ def test_a_run_resumed_from_a_checkpoint_is_the_same_bit_for_bit(tmp_path: Path)
     assert whole.state.history == resumed.history
 
 
-def test_a_checkpoint_that_lost_a_file_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("left", [0, 100])
+def test_a_checkpoint_that_lost_a_file_or_half_of_it_is_refused(tmp_path: Path, left: int) -> None:
     cfg = toy.config()
     model = toy.ToyModel()
     state = toy.state(model, cfg)
     next(train(toy.world(model), toy.walk(cfg), cfg, state, Dist()))
     state.save(tmp_path)
-    (tmp_path / "optimizer.safetensors").unlink()
+    moments = tmp_path / "optimizer.safetensors"
+    if left:
+        moments.write_bytes(moments.read_bytes()[:-left])
+    else:
+        moments.unlink()
     with pytest.raises(UserError, match="is not a whole checkpoint"):
         toy.state(model, cfg).load(tmp_path)
 
@@ -287,6 +292,13 @@ def test_the_floor_is_what_the_batch_shape_moves() -> None:
             return super().velocity(x, t, cond) + 0.1 * len(x)  # depends on its batch, as no model may
 
     assert logp_floor(toy.world(Coarse()), toy.walk(cfg), cfg) > 1e-2
+
+
+def test_a_round_stops_when_too_many_of_all_its_pictures_have_no_score() -> None:
+    cfg = toy.config(max_failed=0.2)
+    refuse_failed(torch.tensor([math.nan] * 2 + [1.0] * 8), cfg, 0)
+    with pytest.raises(UserError, match="30% of the pictures of round 1 could not be scored"):
+        refuse_failed(torch.tensor([math.nan] * 3 + [1.0] * 7), cfg, 0)
 
 
 def test_round_metrics_are_those_of_the_rewards() -> None:
