@@ -101,7 +101,8 @@ def run(resolved: Resolved[GrpoConfig], *, resume: Path | None, fresh: bool, for
             enabled=dist.main,
         )
         stack.callback(metrics.close)
-        say_floor(logp_floor(world, walk, cfg), cfg, progress)
+        floor = max(dist.gather_objects(logp_floor(world, walk, cfg)))
+        say_floor(floor, cfg, progress)
 
         def held_out(offset: int = len(train_prompts)) -> dict[str, float]:
             asked = test_prompts[: cfg.eval.limit]
@@ -136,7 +137,7 @@ def run(resolved: Resolved[GrpoConfig], *, resume: Path | None, fresh: bool, for
             save_png(path, sheet, {"prompts": [test_prompts[i].text for i, _ in jobs], "step": state.step})
 
         drive(
-            train(world, walk, cfg, state, dist),
+            ({**row, "logp_floor": floor} for row in train(world, walk, cfg, state, dist)),
             state,
             folder=opened.folder,
             steps=cfg.steps,

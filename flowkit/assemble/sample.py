@@ -78,7 +78,7 @@ def sample(
     base = ask.model or base_of(ask.lora or ask.weights) or "builtin:tiny-flux"
     model = load(base, dtype=ask.dtype, device=pick(ask.device))
     own = model.bundle.defaults(model.family)
-    recipe = recipe_of(ask, own)
+    recipe = recipe_of(ask, own, trained_for(ask.lora or ask.weights))
     model.check_size(recipe.size)
     grid = grid_of(model, recipe.steps, recipe.size, recipe.schedule, recipe.settings)
     check_folder(out, force)
@@ -126,18 +126,33 @@ def sample(
     return report
 
 
-def recipe_of(ask: Ask, own: Defaults) -> Recipe:
-    """The recipe of the pictures; what was not asked for is the model's own."""
+def recipe_of(ask: Ask, own: Defaults, trained: dict[str, Any]) -> Recipe:
+    """The recipe of the pictures; what was not asked for is what the weights were trained for, or the model's own."""
+    schedule, settings = ask.schedule, ask.settings
+    if schedule == "auto" and ask.steps is None and trained:
+        settings = {k: float(v) for k, v in trained["schedule"].items() if k != "name"}
+        schedule = trained["schedule"]["name"]
+    guidance = trained.get("guidance", own.guidance) if ask.guidance is None else ask.guidance
     return Recipe(
-        steps=ask.steps or own.steps,
+        steps=ask.steps or trained.get("steps", own.steps),
         size=ask.size or own.size,
-        guidance=own.guidance if ask.guidance is None else ask.guidance,
+        guidance=guidance,
         law=ask.law,
         level=ask.level,
         solver=ask.solver,
-        schedule=ask.schedule,
-        settings=ask.settings,
+        schedule=schedule,
+        settings=settings,
     )
+
+
+def trained_for(weights: str | None) -> dict[str, Any]:
+    """Steps, guidance and schedule that a file of flowkit's names in its header; empty for other files."""
+    if weights is None:
+        return {}
+    from flowkit.models.weights import header_of
+
+    found: dict[str, Any] = header_of(weights).get("sampler", {})
+    return found if found.keys() >= {"steps", "guidance", "schedule"} else {}
 
 
 def base_of(weights: str | None) -> str | None:

@@ -181,6 +181,10 @@ class GrpoConfig(Section):
             raise refuse(
                 "lora.path", "lora.path is given but train is 'full'; use train=lora, or drop the path"
             )
+        if self.train == "full" and self.dtype != "float32":
+            raise refuse(
+                "dtype", "full weights in bfloat16 lose small updates; use dtype=float32, or train=lora"
+            )
         if self.lora.dropout:
             raise refuse(
                 "lora.dropout",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import chain
 
+from flowkit.errors import UserError
 from flowkit.generate import Recipe, draw
 from flowkit.models import Cond, FlowModel
 from flowkit.runtime.dist import Dist
@@ -39,7 +40,13 @@ def evaluate(
         for jobs, media in draw(model, conds, mine, recipe, batch)
     ]
     own: dict[str, list[float]] = defaultdict(list)
-    for scores in (future.result() for future in pending):
+    scored, failed = [], None
+    try:
+        scored = [future.result() for future in pending]
+    except UserError as error:
+        failed = error
+    dist.all_or_none(failed)
+    for scores in scored:
         for name, s in scores.items():
             values = s.values.tolist()
             own[f"eval/{name}_mean"] += values

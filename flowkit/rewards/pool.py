@@ -177,9 +177,12 @@ class RewardPool:
             for reason in reasons:
                 if reason not in self.failures.reasons:
                     log.warning("a picture could not be scored (%s)", reason)
+            unfit = count - sum(len(indices) for indices, _ in parts)
+            if unfit and not self.failures.unfit:
+                log.warning("%d pictures are black or hold nan: they get no score", unfit)
             self.failures.pictures += count
             self.failures.failed += len(failed)
-            self.failures.unfit += count - sum(len(indices) for indices, _ in parts)
+            self.failures.unfit += unfit
             self.failures.reasons.update(reasons)
         refuse(scores, self.max_failed)
         return scores

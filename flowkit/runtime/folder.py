@@ -150,7 +150,7 @@ def _open(
             remove(out / name)
         run = False
     source = out if start is None else start.parent.parent
-    if (source / "config.yaml").is_file():
+    if (source / "config.yaml").is_file() and checkpoint.newest(source) is not None:
         _refuse_changes(source, config_text, harmless)
     foreign = start if start is not None and source.resolve() != out.resolve() else None
     if run and foreign is not None and _started_from(out) != str(foreign.resolve()):

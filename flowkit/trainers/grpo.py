@@ -52,10 +52,11 @@ def train(world: World, walk: Walk, cfg: GrpoConfig, state: TrainState, dist: Di
         row = Meter()
         for _, u in itertools.product(range(cfg.policy.epochs), range(cfg.policy.updates)):
             improve(world, walk, [c for c in chunks if c.update == u], cfg, state, dist, row)
+        means = row.means(dist)  # waits for the device, so it belongs to the training
         clock.lap("train")
         state.step += 1
         about = {"lr": state.rate.at(max(state.updates - 1, 0)), **clock.row(len_of(chunks, dist))}
-        yield {**row.means(dist), **round_metrics(chunks, dist), **about}
+        yield {**means, **round_metrics(chunks, dist), **about}
 
 
 # --- a round of rollouts --------------------------------------------------------------------------
@@ -172,12 +173,21 @@ def judge(mine: Sequence[Chunk], cfg: GrpoConfig, state: TrainState, dist: Dist)
     for chunk in mine:
         index = [found[at] for at in zip(chunk.group, chunk.sample, strict=True)]
         device = chunk.kept.x0.device if chunk.kept else "cpu"
+        if chunk.kept:
+            silence(chunk.kept)
         chunk.advantage = advantages.values[index].to(device)
         chunk.alive = advantages.used[index].tolist()
         chunk.rows = torch.tensor(
             [n for n, a in enumerate(chunk.alive) if a], dtype=torch.int64, device=device
         )
     return rewards
+
+
+def silence(kept: Trajectories) -> None:
+    """Replace walks that hold nan by zeros: their loss is left out, but 0 x nan would be nan in every gradient."""
+    bad = ~kept.states.isfinite().flatten(1).all(1)  # [B]
+    kept.states.masked_fill_(bad.view(-1, *[1] * (kept.states.ndim - 1)), 0.0)
+    kept.logp.masked_fill_(bad[:, None], 0.0)
 
 
 def refuse_failed(rewards: Tensor, cfg: GrpoConfig, step: int) -> None:
@@ -215,7 +225,7 @@ def improve(
         if p.grad is None:  # a process without a living chunk still takes part in the sum
             p.grad = torch.zeros_like(p)
     dist.all_reduce_sum_([p.grad for p in state.params.values() if p.grad is not None])
-    meter.add(grad_norm=state.update())
+    meter.add(1, grad_norm=state.update())
     meter.updates += 1
 
 
@@ -232,12 +242,13 @@ def transition_loss(world: World, walk: Walk, chunk: Chunk, k: int, cfg: GrpoCon
             before = replay(velocity, chunk.kept, k, walk)
         kl = KLS[cfg.policy.kl_kind](move(now, walk), move(before, walk))
         loss = loss + cfg.policy.kl * kl
-        meter.add(kl=kl.detach()[rows].mean())
+        meter.add(sum(chunk.alive), kl=kl.detach()[rows].mean())
     new, old, advantage = now.logp.detach()[rows], old[rows], chunk.advantage[rows]
     clipped = clip_stats(new, old, advantage, cfg.policy.clip)
     if meter.updates == 0:
         meter.worst((new - old).exp())
     meter.add(
+        sum(chunk.alive),
         loss=loss.detach()[rows].mean(),
         approx_kl=approx_kl(new, old),
         **{"clip_ratio/low_mean": clipped.low, "clip_ratio/high_mean": clipped.high},

@@ -43,13 +43,15 @@ class Meter:
 
     def __init__(self) -> None:
         self.values: dict[str, list[Tensor]] = defaultdict(list)
+        self.weights: dict[str, list[int]] = defaultdict(list)
         self.ratios: list[Tensor] = []
         self.skipped = self.updates = 0
 
-    def add(self, **values: Tensor) -> None:
-        """Take one more value of each."""
+    def add(self, weight: int, **values: Tensor) -> None:
+        """Take one more value of each, a mean over `weight` things."""
         for name, value in values.items():
             self.values[name].append(value)
+            self.weights[name].append(weight)
 
     def worst(self, ratio: Tensor) -> None:
         """Keep the ratio [B] that is furthest from 1; before the first update all must be 1."""
@@ -57,10 +59,16 @@ class Meter:
 
     def means(self, dist: Dist) -> Row:
         """One number each, over all processes."""
-        own = {name: torch.stack(v).float().mean().item() for name, v in self.values.items()}
-        rows = dist.gather_objects(own)
+        own = {
+            name: (torch.stack(v).double().cpu() @ torch.tensor(self.weights[name]).double()).item()
+            for name, v in self.values.items()
+        }
+        rows = dist.gather_objects({name: (total, sum(self.weights[name])) for name, total in own.items()})
         names = sorted(set(itertools.chain.from_iterable(rows)))
-        means = {name: mean([r[name] for r in rows if name in r]) for name in names}
+        means = {
+            name: sum(r[name][0] for r in rows if name in r) / sum(r[name][1] for r in rows if name in r)
+            for name in names
+        }
         ratios = itertools.chain.from_iterable(dist.gather_objects([r.item() for r in self.ratios]))
         first = max(ratios, key=lambda ratio: abs(ratio - 1), default=float("nan"))
         return {**means, "ratio_first": first, "skipped_updates": float(self.skipped)}

@@ -140,7 +140,8 @@ class TrainState:
         """
         try:
             state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-            moments, _ = read_safetensors(folder / "optimizer.safetensors")
+            # before the first update Adam has no state, and the file no tensor
+            moments = read_safetensors(folder / "optimizer.safetensors")[0] if state["updates"] else {}
         except (OSError, ValueError, UserError) as error:
             raise UserError(
                 f"{folder} is not a whole checkpoint ({error}): resume from an older one"

@@ -115,6 +115,17 @@ def test_the_checkpoint_of_a_run_is_a_lora_that_sample_takes(undisturbed: Path, 
     ).read_bytes()
 
 
+def test_sample_takes_steps_and_schedule_from_the_header_of_what_was_trained(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    lora = undisturbed / "checkpoints" / "step-000004"
+    for given, steps in (((), 3), (("--steps", 2), 2)):
+        out = tmp_path / str(steps)
+        done = runs.flowkit("sample", "-p", "a", "--size", "32x32", "--out", out, "--lora", lora, *given)
+        assert done.returncode == 0, done.stderr
+        assert json.loads((out / "recipe.json").read_text())["steps"] == steps
+
+
 def _header(run: Path) -> str:
     from safetensors import safe_open
 

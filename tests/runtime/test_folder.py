@@ -44,8 +44,16 @@ def test_the_same_command_goes_on_from_the_newest(tmp_path: Path) -> None:
     assert [record["step"] for record in resumed] == [10]
 
 
+def test_a_config_that_never_trained_a_step_can_be_mended(tmp_path: Path) -> None:
+    opened(tmp_path)
+    mended = CONFIG.replace("0.1", "0.2")
+    assert opened(tmp_path, mended).checkpoint is None
+    assert (tmp_path / "config.yaml").read_text() == mended
+
+
 def test_a_changed_config_is_refused_with_the_difference(tmp_path: Path) -> None:
     opened(tmp_path)
+    add(tmp_path, 2)
     with pytest.raises(UsageError, match=r"another config \(optim.lr 0.1 -> 0.2; seed \(not set\) -> 1\)"):
         opened(tmp_path, "optim: {lr: 0.2}\nsteps: 9\neval: {every: 2}\nseed: 1")
     assert (tmp_path / "config.yaml").read_text() == CONFIG
@@ -53,6 +61,7 @@ def test_a_changed_config_is_refused_with_the_difference(tmp_path: Path) -> None
 
 def test_a_change_that_cannot_matter_is_taken_over(tmp_path: Path) -> None:
     opened(tmp_path)
+    add(tmp_path, 2)
     longer = "optim: {lr: 0.1}\nsteps: 9\neval: {every: 1, limit: 3}\n"
     opened(tmp_path, longer)
     assert (tmp_path / "config.yaml").read_text() == longer

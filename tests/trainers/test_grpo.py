@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from flowkit.runtime.dist import Dist
 from flowkit.trainers.grpo import collect, improve, logp_floor, refuse_failed, train, trajectories
 from flowkit.trainers.meters import Clock, Meter
 from flowkit.trainers.rounds import Chunk, round_metrics, split
+from flowkit.types import Media, Prompt
 from tests.trainers import toy
 
 
@@ -292,6 +294,46 @@ def test_the_floor_is_what_the_batch_shape_moves() -> None:
             return super().velocity(x, t, cond) + 0.1 * len(x)  # depends on its batch, as no model may
 
     assert logp_floor(toy.world(Coarse()), toy.walk(cfg), cfg) > 1e-2
+
+
+def test_a_walk_that_turns_into_nan_leaves_its_group_and_no_gradient() -> None:
+    class Sick(toy.ToyModel):
+        def velocity(self, x, t, cond, guidance=1.0):
+            v = super().velocity(x, t, cond)
+            return torch.where(x.flatten(1)[:, :1, None, None] > 1.5, torch.nan, v)  # a few of the starts
+
+    def score(media: Media, prompts: Sequence[Prompt]) -> torch.Tensor:
+        return media.pixels.flatten(1).mean(1)  # nan where the picture is
+
+    cfg = toy.config(steps=1, max_failed=0.9)
+    model = Sick()
+    state = toy.state(model, cfg)
+    (row,) = train(toy.world(model, score), toy.walk(cfg), cfg, state, Dist())
+    assert 0 < row["frac_failed"] < 0.5
+    assert math.isfinite(row["grad_norm"])
+    assert all(p.isfinite().all() for p in state.params.values())
+
+
+def test_what_a_round_measures_does_not_depend_on_its_chunks() -> None:
+    def score(media: Media, prompts: Sequence[Prompt]) -> torch.Tensor:
+        values = toy.brightness(media, prompts)
+        return torch.where(media.pixels[:, 0, 0, 0, 0] > 0.6, torch.nan, values)
+
+    rows = [
+        toy.run(toy.config(steps=1, optim__micro=m, max_failed=0.9), score).rows[0] for m in (1, 3, 8)
+    ]
+    assert 0 < rows[0]["frac_failed"] < 0.9
+    for name in ("loss", "approx_kl", "grad_norm"):
+        assert [r[name] for r in rows] == pytest.approx([rows[0][name]] * 3, rel=1e-4, abs=1e-9)
+
+
+def test_a_checkpoint_before_the_first_update_is_one(tmp_path: Path) -> None:
+    cfg = toy.config()
+    state = toy.state(toy.ToyModel(), cfg)
+    state.save(tmp_path)
+    resumed = toy.state(toy.ToyModel(1), cfg)
+    resumed.load(tmp_path)
+    assert all(torch.equal(p, resumed.params[n]) for n, p in state.params.items())
 
 
 def test_a_round_stops_when_too_many_of_all_its_pictures_have_no_score() -> None:
