@@ -319,9 +319,7 @@ def test_what_a_round_measures_does_not_depend_on_its_chunks() -> None:
         values = toy.brightness(media, prompts)
         return torch.where(media.pixels[:, 0, 0, 0, 0] > 0.6, torch.nan, values)
 
-    rows = [
-        toy.run(toy.config(steps=1, optim__micro=m, max_failed=0.9), score).rows[0] for m in (1, 3, 8)
-    ]
+    rows = [toy.run(toy.config(steps=1, optim__micro=m, max_failed=0.9), score).rows[0] for m in (1, 3, 8)]
     assert 0 < rows[0]["frac_failed"] < 0.9
     for name in ("loss", "approx_kl", "grad_norm"):
         assert [r[name] for r in rows] == pytest.approx([rows[0][name]] * 3, rel=1e-4, abs=1e-9)
