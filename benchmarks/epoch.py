@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import tempfile
 import time
 from contextlib import nullcontext
@@ -38,6 +39,7 @@ from flowkit.trainers.state import LearningRate, TrainState
 from flowkit.types import Media
 
 ROUNDS = 5
+LIMIT = 1.15
 
 
 def main() -> None:
@@ -78,7 +80,9 @@ def main() -> None:
             a / b for a, b in zip(times["reference"], times["round"], strict=True)
         ],
     }
-    print(json.dumps({name: statistics.median(r) for name, r in ratios.items()} | {"seconds": times}))
+    middle = {name: statistics.median(r) for name, r in ratios.items()}
+    print(json.dumps(middle | {"limit": LIMIT, "seconds": times}))
+    sys.exit(middle["round_over_unavoidable_parts"] > LIMIT)
 
 
 def parts(world: World, walk: Any, cfg: GrpoConfig, state: TrainState) -> float:

@@ -100,7 +100,7 @@ def memory(model: Description, cfg: GrpoConfig, processes: int) -> dict[str, int
         layers=layers,
         width=int(config["num_attention_heads"]) * int(config["attention_head_dim"]),
         tokens=model.shape.tokens(cfg.pixels) + model.text_tokens,
-        micro=cfg.optim.micro,
+        micro=cfg.optim.micro * (1 if model.guidance_embedded or r.guidance == 1 else 2),  # rows of one call
         gradient_checkpointing=cfg.gradient_checkpointing,
         latent=latent,
         images=-(-r.groups * r.samples // processes),

@@ -54,6 +54,11 @@ def test_flux_is_as_large_as_flux_is() -> None:
     )
 
 
+def test_two_velocities_a_call_take_twice_the_activations() -> None:
+    once, twice = (plan(preset("sd3-ocr", f"rollout.guidance={g}"), 1)["memory_bytes"] for g in (1.0, 4.5))
+    assert twice["activations"] == 2 * once["activations"]
+
+
 def test_a_resumed_run_may_change_its_length_only_where_the_rate_does_not_depend_on_it() -> None:
     decaying = preset("tiny-ocr", "optim.decay=linear")
     assert "steps" not in harmless(decaying)
