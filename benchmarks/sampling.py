@@ -19,10 +19,10 @@ from flowkit.types import Size
 BATCH, STEPS, ROUNDS = 16, 6, 15
 
 
-@torch.no_grad()
 LIMIT = 1.05
 
 
+@torch.no_grad()
 def main() -> None:
     """Time both in turns, so that a drift of the machine meets both alike."""
     model = load("builtin:tiny-flux")
