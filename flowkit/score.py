@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowkit.data.prompts import read as read_prompts
-from flowkit.errors import UsageError, UserError
+from flowkit.errors import UsageError
 from flowkit.rewards import total
-from flowkit.rewards.pool import UNFIT, RewardPool
+from flowkit.rewards.pool import UNFIT, RewardPool, refuse_failed
 from flowkit.runtime.files import disk_errors
 from flowkit.runtime.media import FORMATS, MANIFEST, SHEET, Row, read_manifest, read_png
 from flowkit.types import Media, Scores
@@ -73,14 +73,8 @@ class Report:
 
     def refuse(self, max_failed: float) -> None:
         """UserError when more than a share of the pictures has no score."""
-        lost = self.unfit + self.failed
-        if lost > max_failed * self.pictures:
-            seen = Counter(self.reasons) + Counter({UNFIT: self.unfit})
-            why = "; ".join(f"{count} x {reason}" for reason, count in seen.most_common(3))
-            raise UserError(
-                f"{self.folder}: {lost} of {self.pictures} pictures could not be scored, "
-                f"more than the share of {max_failed:g} that is allowed ({why})"
-            )
+        reasons = Counter(self.reasons) + Counter({UNFIT: self.unfit})
+        refuse_failed(self.folder, self.unfit + self.failed, self.pictures, max_failed, reasons)
 
 
 def score_folder(

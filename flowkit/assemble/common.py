@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from flowkit.config.schema import GrpoConfig
@@ -33,6 +36,13 @@ def prompt_files(cfg: GrpoConfig) -> tuple[list[Prompt], list[Prompt]]:
             f"use rollout.groups={len(train)} or fewer"
         )
     return train, test
+
+
+def inputs(model: FlowModel, prompts: Sequence[Prompt]) -> dict[str, str]:
+    """Digests of what a training run reads, by config key: a resumed run must find the same."""
+    asked = json.dumps([(p.text, p.target, p.meta) for p in prompts], sort_keys=True).encode()
+    networks = "|".join(model.bundle.fingerprint(part) for part in ("transformer", "vae"))
+    return {"prompts.train": hashlib.sha256(asked).hexdigest(), "model": networks}
 
 
 def model_of(cfg: GrpoConfig, device: str) -> FlowModel:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from flowkit.assemble.common import cache_folder, model_of, prompt_files
+from flowkit.assemble.common import cache_folder, inputs, model_of, prompt_files
 from flowkit.config.load import Resolved, dump
 from flowkit.config.schema import GrpoConfig
 from flowkit.evaluate.heldout import evaluate
@@ -60,6 +60,7 @@ def run(resolved: Resolved[GrpoConfig], *, resume: Path | None, fresh: bool, for
                 force=force,
                 dist=dist,
                 harmless=harmless(cfg),
+                inputs=inputs(model, train_prompts),
             )
         )
         conds = encode(model, [p.text for p in (*train_prompts, *test_prompts)], cfg, dist)

@@ -8,26 +8,33 @@ from typing import Any
 
 from flowkit.assemble.common import prompt_files
 from flowkit.config.schema import GrpoConfig
+from flowkit.data.prompts import lint
 from flowkit.flow.schedule import SCHEDULES, mu_of
 from flowkit.flow.windows import trained_steps
 from flowkit.models import describe
 from flowkit.models.description import Description
+from flowkit.models.weights import check_lora
 from flowkit.rewards import check, load
 from flowkit.runtime.device import memory_estimate
+from flowkit.runtime.log import check as check_trackers
 
 
 def plan(cfg: GrpoConfig, processes: int) -> dict[str, Any]:
     """What the run would do: prompts, schedule, arithmetic of groups and processes, memory.
 
     Raises:
-        UsageError: prompts, rewards, size or targets that cannot work.
-        UserError: a model that neither this machine nor flowkit's own table knows.
+        UsageError: prompts, rewards, trackers, size or targets that cannot work.
+        UserError: a model that neither this machine nor flowkit's own table knows, a LoRA that is not there,
+            broken or of another family.
     """
+    check_trackers(cfg.report_to)
     train, test = prompt_files(cfg)
     rewards = [load(name) for name in cfg.reward]
     check(rewards, [*train, *test])
     model = describe(cfg.model)
     model.shape.check_size(cfg.pixels)
+    if cfg.train == "lora" and cfg.lora.path is not None:
+        check_lora(cfg.lora.path, model.family, model.name)
     return {
         "model": {
             "name": cfg.model,
@@ -35,7 +42,7 @@ def plan(cfg: GrpoConfig, processes: int) -> dict[str, Any]:
             "weights_here": model.folder is not None,
             "parameters": model.parameters,
         },
-        "prompts": {"train": len(train), "test": len(test)},
+        "prompts": {"train": len(train), "test": len(test), "remarks": [*lint(train), *lint(test)]},
         "reward": cfg.reward,
         "schedule": [round(t, 6) for t in times(model, cfg)],
         "round": arithmetic(cfg, processes),
@@ -132,6 +139,8 @@ def told(found: dict[str, Any], *, as_json: bool) -> str:
         f"run       {found['out']['folder']}"
         + (" (exists: goes on from it)" if found["out"]["exists"] else " (new)"),
     ]
+    if remarks := found["prompts"]["remarks"]:
+        lines.append(f"note      {remarks[0]}" + (f" (and {len(remarks) - 1} more)" if remarks[1:] else ""))
     if "uneven" in r:
         lines.append(f"note      {r['uneven']}")
     return "\n".join(lines) + "\n"

@@ -21,17 +21,6 @@ def window_start(generator: torch.Generator, size: int, lo: int, hi: int) -> int
     return int(torch.randint(lo, hi - size + 1, (), generator=generator))
 
 
-def noisy_steps(start: int, size: int, n: int) -> range:
-    """The noisy steps [start, start + size) of n; all others are plain ode steps.
-
-    Raises:
-        ValueError: when the window is empty or leaves the trajectory.
-    """
-    if size < 1 or start < 0 or start + size > n:
-        raise ValueError(f"steps {start} to {start + size} are not within a trajectory of {n}")
-    return range(start, start + size)
-
-
 def trained_steps(n: int, fraction: float = 0.99) -> range:
     """The first floor(n fraction) of n steps: at .99 and up to 100 steps all but the last, whose t is tiny.
 

@@ -75,7 +75,7 @@ def load_lora(model: FlowModel, path: str | Path, dropout: float = 0.0) -> None:
     """
     file = _place(path, LORA_FILE)
     tensors, metadata = files.read_safetensors(file)
-    _check_family(file, metadata, model, "lora")
+    _check_family(file, metadata, "lora", model.family, model.name)
     parts = _sorted_parts(file, tensors, model)
     ranks = {module: part["lora_A.weight"].shape[0] for module, part in parts.items()}
     alphas, targets = _alphas(file, metadata, parts, ranks)
@@ -113,7 +113,17 @@ def header_of(path: str | Path) -> dict[str, Any]:
     return found
 
 
-def _check_family(file: Path, metadata: Mapping[str, str], model: FlowModel, kind: str) -> None:
+def check_lora(path: str | Path, family: str, name: str) -> None:
+    """Check what the header alone says of a LoRA: a sound file, made for this family.
+
+    Raises:
+        UserError: missing or broken file, or weights of another kind or family.
+    """
+    file = _place(path, LORA_FILE)
+    _check_family(file, files.read_header(file).get("__metadata__", {}), "lora", family, name)
+
+
+def _check_family(file: Path, metadata: Mapping[str, str], kind: str, family: str, name: str) -> None:
     """A file of flowkit's own says what it is for."""
     if "flowkit" not in metadata:
         return
@@ -123,11 +133,11 @@ def _check_family(file: Path, metadata: Mapping[str, str], model: FlowModel, kin
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{file} has a broken `flowkit` header; export it again.") from None
     allowed = {"lora": {"lora"}, "full": {"full", "ema"}}[kind]
-    if found[0] not in allowed or found[1] != model.family:
+    if found[0] not in allowed or found[1] != family:
         raise UserError(
             f"{file} holds {found[0]} weights of family {found[1]} for base "
             f"{header.get('base_model', 'unknown')}; {kind} weights of family "
-            f"{model.family} are expected for {model.name}."
+            f"{family} are expected for {name}."
         )
 
 
@@ -275,7 +285,7 @@ def load_full(model: FlowModel, path: str | Path) -> None:
     """
     file = _place(path, FULL_FILE)
     tensors, metadata = files.read_safetensors(file)
-    _check_family(file, metadata, model, "full")
+    _check_family(file, metadata, "full", model.family, model.name)
     own = model.net.state_dict()
     odd = sorted(own.keys() ^ tensors.keys())
     if odd:

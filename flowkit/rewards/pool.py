@@ -55,20 +55,16 @@ class RewardPool:
         weights: the rewards by name; the weights are those of `total`.
         workers: processes. A script that makes a pool with any needs the `if __name__ == "__main__"` guard.
         batch: pictures in one call of a reward.
-        max_failed: share of one submitted batch that may be nan; above it the future raises UserError.
-            1 leaves it to the caller, who may see more than one batch (`refuse` words it).
     """
 
-    def __init__(
-        self, weights: Mapping[str, float], workers: int = 1, batch: int = 32, max_failed: float = 1.0
-    ) -> None:
+    def __init__(self, weights: Mapping[str, float], workers: int = 1, batch: int = 32) -> None:
         if not weights:
             raise UsageError("no reward is named: give at least one, such as ocr")
         bad = [name for name, weight in weights.items() if not math.isfinite(weight)]
         if bad:
             raise UsageError(f"reward {bad[0]!r} has the weight {weights[bad[0]]}: give a finite number")
         self.weights = dict(weights)
-        self.workers, self.batch, self.max_failed = workers, batch, max_failed
+        self.workers, self.batch = workers, batch
         self.failures = Failures()
         self._lock = threading.Lock()
         self._closed = False
@@ -156,7 +152,7 @@ class RewardPool:
             ) from death
 
     def _finish(self, parts: Sequence[tuple[list[int], dict[str, Result]]], count: int) -> dict[str, Scores]:
-        """Put the chunks in order, count what failed, and refuse when too much did."""
+        """Put the chunks in order, and count what failed."""
         import torch
 
         scores = {
@@ -184,23 +180,30 @@ class RewardPool:
             self.failures.failed += len(failed)
             self.failures.unfit += unfit
             self.failures.reasons.update(reasons)
-        refuse(scores, self.max_failed)
         return scores
 
 
-def refuse(scores: Mapping[str, Scores], max_failed: float) -> None:
-    """UserError with the reasons when more than a share of the pictures is nan in any of the rewards."""
-    count = len(next(iter(scores.values())).values)
+def reasons_of(scores: Mapping[str, Scores]) -> Counter[str]:
+    """Why pictures of a batch have no score: one reason each, and how often."""
     bad: dict[int, str] = {}
     for name, one in scores.items():
         for i in one.values.isnan().nonzero()[:, 0].tolist():
             reason = str(one.details[i].get("error", "nan"))
             bad.setdefault(i, reason if reason == UNFIT else f"{name}: {reason}")
-    if count and len(bad) > max_failed * count:
-        common = "; ".join(f"{n} x {reason}" for reason, n in Counter(bad.values()).most_common(3))
+    return Counter(bad.values())
+
+
+def refuse_failed(where: str, lost: int, count: int, max_failed: float, reasons: Mapping[str, int]) -> None:
+    """Stop where more than a share of the pictures has no score.
+
+    Raises:
+        UserError: with the place, the figures and the most frequent reasons.
+    """
+    if lost > max_failed * count:
+        why = "; ".join(f"{n} x {reason}" for reason, n in Counter(reasons).most_common(3))
         raise UserError(
-            f"{len(bad)} of {count} pictures could not be scored, more than the share of {max_failed:g} "
-            f"that max_failed allows ({common})"
+            f"{where}: {lost} of {count} pictures could not be scored, more than the share of {max_failed:g} "
+            f"that max_failed allows ({why})"
         )
 
 

@@ -10,8 +10,10 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -64,8 +66,11 @@ def _score_one(name: str, reward: Reward, media: Media, prompts: Sequence[Prompt
 
 
 def _called(name: str, reward: Reward, media: Media, prompts: Sequence[Prompt]) -> Result:
-    scores = as_scores(name, reward(media, prompts), len(media))
-    json.dumps(scores.details)  # they go to scores.jsonl: what JSON can't hold is a fault of the reward
+    with redirect_stdout(sys.stderr):  # stdout is for results; what a reward prints is a log
+        found = reward(media, prompts)
+    scores = as_scores(name, found, len(media))
+    # they go to scores.jsonl: what JSON can't hold (nan too) is a fault of the reward
+    json.dumps(scores.details, allow_nan=False)
     result = Result(scores.values.tolist(), scores.details)
     for i, value in enumerate(result.values):
         if not math.isfinite(value):

@@ -6,7 +6,7 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +69,7 @@ def open_folder(
     fresh: bool = False,
     force: bool = False,
     harmless: Collection[str] = HARMLESS,
+    inputs: Mapping[str, str] | None = None,
     dist: Dist | None = None,
 ) -> Iterator[Opened]:
     """Opens a run folder on rank 0 and tells all ranks; locked against a second run until the end.
@@ -84,6 +85,8 @@ def open_folder(
         force: delete what stands in the way: with `fresh` the run, with an older `resume` the newer
             checkpoints, and work in a folder that holds something else.
         harmless: dotted keys in which the config may differ from the run's.
+        inputs: config key -> digest of what stands in the files that it names; kept in env.json, and a run
+            whose files have changed since is refused as one whose config has.
         dist: the processes that run together.
 
     Raises:
@@ -92,7 +95,7 @@ def open_folder(
     """
     with ExitStack() as stack:
         yield (dist or Dist()).on_main(
-            lambda: _open(stack, out, config_text, seed, resume, fresh, force, harmless)
+            lambda: _open(stack, out, config_text, seed, resume, fresh, force, harmless, inputs or {})
         )
 
 
@@ -129,6 +132,7 @@ def _open(
     fresh: bool,
     force: bool,
     harmless: Collection[str],
+    inputs: Mapping[str, str],
 ) -> Opened:
     if resume is not None and fresh:
         raise UsageError("--resume and --fresh contradict each other: give one of them")
@@ -152,14 +156,15 @@ def _open(
     source = out if start is None else start.parent.parent
     if (source / "config.yaml").is_file() and checkpoint.newest(source) is not None:
         _refuse_changes(source, config_text, harmless)
+        _refuse_other_inputs(source, inputs)
     foreign = start if start is not None and source.resolve() != out.resolve() else None
-    if run and foreign is not None and _started_from(out) != str(foreign.resolve()):
+    if run and foreign is not None and _environment(out).get("from") != str(foreign.resolve()):
         raise UsageError(f"{out} holds a run of its own; --resume from another run needs another out")
     if run and start is not None and foreign is None:
         _drop_newer(out, start, force)
     elif run:
         start = checkpoint.newest(out) or start
-    _describe(out, config_text, seed, start, foreign)
+    _describe(out, config_text, seed, inputs, start, foreign)
     return Opened(out, start)
 
 
@@ -181,6 +186,16 @@ def _refuse_changes(source: Path, config_text: str, harmless: Collection[str]) -
         )
 
 
+def _refuse_other_inputs(source: Path, inputs: Mapping[str, str]) -> None:
+    before = _environment(source).get("inputs", {})
+    differ = sorted(key for key in inputs if before.get(key, inputs[key]) != inputs[key])
+    if differ:
+        raise UsageError(
+            f"the files of {' and '.join(differ)} are not those that {source} was started with: put them back, "
+            "choose another out, or start over with --fresh --force"
+        )
+
+
 def _drop_newer(out: Path, start: Path, force: bool) -> None:
     step = checkpoint.step_of(start) or 0
     newer = [other for other in checkpoint.steps(out) if other > step]
@@ -192,21 +207,28 @@ def _drop_newer(out: Path, start: Path, force: bool) -> None:
         checkpoint.discard(checkpoint.path_of(out, other))
 
 
-def _started_from(out: Path) -> str | None:
+def _environment(out: Path) -> dict[str, Any]:
+    """What env.json says, empty where there is none."""
     path = out / "env.json"
-    return json.loads(path.read_text(encoding="utf-8")).get("from") if path.is_file() else None
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return found
 
 
 def _describe(
-    out: Path, config_text: str, seed: int | None, start: Path | None, foreign: Path | None
+    out: Path,
+    config_text: str,
+    seed: int | None,
+    inputs: Mapping[str, str],
+    start: Path | None,
+    foreign: Path | None,
 ) -> None:
     """Writes env.json, with the environment of every resume under 'resumed', then config.yaml.
 
     config.yaml makes the folder a run, so it comes last.
     """
-    now, path = env.describe(seed), out / "env.json"
+    now, path = {**env.describe(seed), "inputs": dict(inputs)}, out / "env.json"
     if start is not None and path.is_file():
-        first = json.loads(path.read_text(encoding="utf-8"))
+        first = _environment(out)
         resumed = [*first.get("resumed", []), {"step": checkpoint.step_of(start), **now}]
         now = {**first, "resumed": resumed}
     elif foreign is not None:

@@ -6,6 +6,7 @@ A round is a list of chunks (`trainers/rounds.py`), each rolled out, judged and 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -17,10 +18,19 @@ from torch import Tensor
 from flowkit.config.schema import GrpoConfig
 from flowkit.data.prompts import pick
 from flowkit.errors import UserError
-from flowkit.flow.policy import KLS, Move, approx_kl, clip_stats, group_advantage, surrogate
+from flowkit.flow.policy import (
+    KLS,
+    Move,
+    RunningStats,
+    approx_kl,
+    clip_stats,
+    group_advantage,
+    surrogate,
+)
 from flowkit.flow.windows import window_start
 from flowkit.models import Cond, FlowModel
 from flowkit.rewards import total
+from flowkit.rewards.pool import reasons_of, refuse_failed
 from flowkit.rollout import Replay, Trajectories, Walk, replay, walk_out
 from flowkit.runtime.dist import Dist
 from flowkit.runtime.seeds import generator, noise
@@ -71,7 +81,7 @@ def collect(
     places of the dropped in their optimizer steps.
     """
     chunks: list[Chunk] = []
-    rewards = torch.empty(0)  # of all processes
+    history = state.history  # of the rounds before this one
     r, p = cfg.rollout, cfg.policy
     open_slots = [g * p.updates // r.groups for g in range(r.groups)]  # slot -> optimizer step
     for attempt in range(p.refill + 1):
@@ -82,10 +92,10 @@ def collect(
         for chunk in mine:
             roll(world, walk, chunk, cfg, state.step)
         clock.lap("rollout")
-        rewards = torch.cat([rewards, judge(mine, cfg, state, dist)])
-        refuse_failed(rewards, cfg, state.step)
-        clock.lap("reward")
+        wait(mine, cfg, dist)
         chunks += mine
+        state.history = credit(chunks, history, cfg, state.step, dist)
+        clock.lap("reward")
         dead = dead_slots(mine, dist)
         if not dead:
             break
@@ -133,12 +143,8 @@ def policy(world: World, chunk: Chunk, cfg: GrpoConfig) -> Callable[[Tensor, Ten
     return lambda x, t: world.model.velocity(x, t, cond, cfg.rollout.guidance)
 
 
-def judge(mine: Sequence[Chunk], cfg: GrpoConfig, state: TrainState, dist: Dist) -> Tensor:
-    """Wait for the scores, and turn those of all processes into advantages; both land in the chunks.
-
-    Returns:
-        The rewards of all processes, one order on every process count.
-    """
+def wait(mine: Sequence[Chunk], cfg: GrpoConfig, dist: Dist) -> None:
+    """Wait for the scores of these chunks."""
     failed: UserError | None = None
     for chunk in mine:
         if chunk.future is None:
@@ -150,37 +156,54 @@ def judge(mine: Sequence[Chunk], cfg: GrpoConfig, state: TrainState, dist: Dist)
             break
         chunk.scores = {name: s.values for name, s in scores.items()}
         chunk.scores["total"] = total(scores, cfg.reward)
+        chunk.reasons = reasons_of(scores)
         chunk.future = None
+        if chunk.kept:
+            silence(chunk.kept)
     dist.all_or_none(failed)  # or the other processes would wait for this one's scores
-    rows = dist.gather_objects([(c.group, c.prompt, c.sample, c.scores["total"].tolist()) for c in mine])
+
+
+def credit(
+    chunks: Sequence[Chunk], history: RunningStats, cfg: GrpoConfig, step: int, dist: Dist
+) -> RunningStats:
+    """Turn the scores of a round so far, of all processes, into advantages, which land in the chunks.
+
+    A refilled round is credited as a whole, so that `std: global` is the spread of all its rewards.
+
+    Returns:
+        The statistics per prompt with this round taken in (the same where `history: epoch` needs none).
+    """
+    rows = dist.gather_objects(
+        [(c.group, c.prompt, c.sample, c.scores["total"].tolist(), c.reasons) for c in chunks]
+    )
+    everywhere = list(itertools.chain.from_iterable(rows))
     flat = sorted(  # one order on every process count
         (g, k, i, value)
-        for chunk in itertools.chain.from_iterable(rows)
-        for g, i, k, value in zip(*chunk, strict=True)
+        for group, prompt, sample, values, _ in everywhere
+        for g, i, k, value in zip(group, prompt, sample, values, strict=True)
     )
     rewards = torch.tensor([value for *_, value in flat])
+    reasons = sum((why for *_, why in everywhere), Counter[str]())
+    lost = int(rewards.isnan().sum())
+    refuse_failed(f"round {step + 1}", lost, len(rewards), cfg.max_failed, reasons)
     key = 2 if cfg.policy.history == "run" else 0
     advantages = group_advantage(
         rewards,
         torch.tensor([entry[key] for entry in flat]),
         std=cfg.policy.std,
         clip=cfg.policy.adv_clip,
-        history=state.history if cfg.policy.history == "run" else None,
+        history=history if cfg.policy.history == "run" else None,
     )
-    if advantages.history is not None:
-        state.history = advantages.history
     found = {(g, k): n for n, (g, k, *_) in enumerate(flat)}
-    for chunk in mine:
+    for chunk in chunks:
         index = [found[at] for at in zip(chunk.group, chunk.sample, strict=True)]
         device = chunk.kept.x0.device if chunk.kept else "cpu"
-        if chunk.kept:
-            silence(chunk.kept)
         chunk.advantage = advantages.values[index].to(device)
         chunk.alive = advantages.used[index].tolist()
         chunk.rows = torch.tensor(
             [n for n, a in enumerate(chunk.alive) if a], dtype=torch.int64, device=device
         )
-    return rewards
+    return history if advantages.history is None else advantages.history
 
 
 def silence(kept: Trajectories) -> None:
@@ -188,16 +211,6 @@ def silence(kept: Trajectories) -> None:
     bad = ~kept.states.isfinite().flatten(1).all(1)  # [B]
     kept.states.masked_fill_(bad.view(-1, *[1] * (kept.states.ndim - 1)), 0.0)
     kept.logp.masked_fill_(bad[:, None], 0.0)
-
-
-def refuse_failed(rewards: Tensor, cfg: GrpoConfig, step: int) -> None:
-    """Stop a round of which too many pictures have no score."""
-    lost = 1 - rewards.isfinite().float().mean().item()
-    if lost > cfg.max_failed:
-        raise UserError(
-            f"{lost:.0%} of the pictures of round {step + 1} could not be scored, more than "
-            f"max_failed={cfg.max_failed:.0%}: look at the reward's own message above, or raise max_failed"
-        )
 
 
 # --- an optimizer step ----------------------------------------------------------------------------

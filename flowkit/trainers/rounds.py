@@ -8,7 +8,7 @@ one optimizer step is decided by groups alone: chunk size and process count neve
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -38,6 +38,7 @@ class Chunk:
         None  # int64: the living of them, on the model's device, so that picking them never waits
     )
     scores: dict[str, Tensor] = field(default_factory=dict)
+    reasons: Counter[str] = field(default_factory=Counter)  # why pictures have no score
 
     def __len__(self) -> int:
         return len(self.prompt)

@@ -1,15 +1,20 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from flowkit.assemble.grpo import harmless
-from flowkit.assemble.plan import arithmetic, plan
+from flowkit.assemble.plan import arithmetic, plan, told
 from flowkit.cli.app import main
 from flowkit.config.load import resolve
 from flowkit.config.presets import find, names
 from flowkit.config.schema import GrpoConfig
+from flowkit.errors import UsageError, UserError
+from flowkit.models.weights import LORA_FILE
 
 
 def preset(name: str, *overrides: str) -> GrpoConfig:
@@ -63,3 +68,28 @@ def test_a_resumed_run_may_change_its_length_only_where_the_rate_does_not_depend
     decaying = preset("tiny-ocr", "optim.decay=linear")
     assert "steps" not in harmless(decaying)
     assert harmless(preset("tiny-ocr", "optim.decay=none")) == {*harmless(decaying), "steps"}
+
+
+def test_a_dry_run_refuses_a_lora_that_is_not_there_and_a_tracker_that_is_not_installed(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(UserError, match=r"pytorch_lora_weights.safetensors"):
+        plan(preset("flux-ocr", f"lora.path={tmp_path}"), 1)
+    with pytest.raises(UsageError, match=r"report_to: trackio is not installed"):
+        plan(preset("tiny-ocr", "report_to=[trackio]"), 1)
+
+
+def test_a_dry_run_refuses_a_lora_of_another_family(tmp_path: Path) -> None:
+    header = {"flowkit": json.dumps({"kind": "lora", "family": "sd3", "base_model": "another"})}
+    save_file({"transformer.x.lora_A.weight": torch.ones(1, 1)}, tmp_path / LORA_FILE, header)
+    with pytest.raises(UserError, match=r"holds lora weights of family sd3 for base another"):
+        plan(preset("flux-ocr", f"lora.path={tmp_path}"), 1)
+
+
+def test_a_dry_run_remarks_on_texts_that_stand_twice(tmp_path: Path) -> None:
+    file = tmp_path / "twice.txt"
+    file.write_text('"CAT"\n"DOG"\n"CAT"\n"CAT"\n', encoding="utf-8")
+    found = plan(preset("tiny-ocr", f"prompts.train={file}", "rollout.groups=2", "policy.updates=1"), 1)
+    assert len(found["prompts"]["remarks"]) == 2
+    assert "twice.txt:3: the same text as in" in told(found, as_json=False)
+    assert "(and 1 more)" in told(found, as_json=False)

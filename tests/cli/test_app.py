@@ -188,7 +188,9 @@ def test_a_signal_unwinds_the_verb_and_gives_128_and_its_number(tmp_path: Path, 
                 print("closed", flush=True)
     """
     (tmp_path / "nap.py").write_text(textwrap.dedent(body))
-    code = "import sys; from flowkit.cli import app; app.VERBS['nap'] = ('nap:command', '')"
+    # a suite that runs in the background inherits an ignored SIGINT
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code += "; from flowkit.cli import app; app.VERBS['nap'] = ('nap:command', '')"
     code += "; sys.exit(app.main(['nap']))"
     search = os.pathsep.join([str(tmp_path), *(p for p in sys.path if p)])
     with subprocess.Popen(

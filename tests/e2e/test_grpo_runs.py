@@ -103,6 +103,47 @@ def test_two_processes_reach_the_weights_of_one(bundle: Path, undisturbed: Path,
     assert max(moved) > 1e-3  # the weights have moved by far more than the tolerance
 
 
+def test_two_processes_with_uneven_chunks_refills_history_and_full_weights_reach_the_weights_of_one(
+    bundle: Path, tmp_path: Path
+) -> None:
+    ends = []
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        path = runs.config(
+            folder,
+            str(bundle),
+            steps=3,
+            train="full",
+            reward={"tests.e2e.bright:odd_only": 1.0},
+            rollout__groups=3,
+            optim__micro=4,  # chunks of 4 and 2
+            policy={"updates": 1, "refill": 2, "history": "run", "std": "global", "kl": 0.01},
+            eval={"every": 99},
+            preview={"every": 99},
+        )
+        for steps in (1, 3):  # the second command goes on from the first
+            done = runs.flowkit("grpo", "--config", path, "--processes", processes, "--steps", steps)
+            assert done.returncode == 0, done.stderr
+        rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        assert max(row["frac_reward_zero_std"] for row in rows if "reward" in row) > 0  # there were refills
+        checkpoint = folder / "run" / "checkpoints" / "step-000003"
+        ends.append((runs.tensors(checkpoint), json.loads((checkpoint / "state.json").read_text()), rows))
+    (one, state, rows), (two, state_of_two, rows_of_two) = ends
+    assert state["history"]["count"] == state_of_two["history"]["count"]
+    for name, value in one.items():
+        if not name.startswith("optimizer"):
+            # sums in another order, and Adam divides by the size of a gradient that may be rounding alone:
+            # a weight may step lr = 1e-3 either way in each round, all but a few must agree
+            apart = (two[name] - value).abs()
+            assert apart.max() <= 3 * 2e-3
+            assert (apart > 1e-5).float().mean() < 0.01
+    for a, b in zip(rows, rows_of_two, strict=True):
+        if "loss" in a:
+            assert a["kl"] == pytest.approx(b["kl"], rel=0.01, abs=1e-9)
+            assert a["reward"] == pytest.approx(b["reward"], rel=1e-4)
+
+
 def test_the_checkpoint_of_a_run_is_a_lora_that_sample_takes(undisturbed: Path, tmp_path: Path) -> None:
     for name, extra in (("with", ["--lora", undisturbed / "checkpoints" / "step-000004"]), ("without", [])):
         model = [] if extra else ["--model", json.loads(_header(undisturbed))["base_model"]]

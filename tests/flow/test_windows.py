@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowkit.flow.windows import noisy_steps, trained_steps, window_start
+from flowkit.flow.windows import trained_steps, window_start
 from tests.flow.given import bounded, counts, seeds
 
 
@@ -22,10 +22,8 @@ def test_every_window_that_fits_is_drawn_equally_often() -> None:
 def test_a_window_lies_between_its_bounds(size: int, lo: int, room: int, seed: int) -> None:
     hi = lo + size + room
     start = window_start(torch.Generator().manual_seed(seed), size, lo, hi)
-    steps = noisy_steps(start, size, hi)
-    assert len(steps) == size
-    assert lo <= steps[0]
-    assert steps[-1] < hi
+    assert lo <= start
+    assert start + size <= hi
 
 
 @bounded
@@ -39,17 +37,6 @@ def test_one_generator_state_gives_one_window(seed: int) -> None:
 def test_a_window_that_does_not_fit_is_refused(size: int, lo: int, hi: int) -> None:
     with pytest.raises(ValueError, match="no window"):
         window_start(torch.Generator(), size, lo, hi)
-
-
-@pytest.mark.parametrize(("start", "size", "n"), [(0, 0, 4), (-1, 2, 4), (3, 2, 4)])
-def test_noise_outside_the_trajectory_is_refused(start: int, size: int, n: int) -> None:
-    with pytest.raises(ValueError, match="not within"):
-        noisy_steps(start, size, n)
-
-
-def test_a_window_may_be_the_whole_trajectory() -> None:
-    assert noisy_steps(0, 4, 4) == range(4)
-    assert noisy_steps(1, 2, 4) == range(1, 3)
 
 
 @bounded

@@ -49,6 +49,15 @@ def odd_details(media: Media, prompts: Sequence[Prompt]) -> Scores:
     return Scores(torch.ones(len(media)), [{"seen": object()} for _ in prompts])
 
 
+def talks(media: Media, prompts: Sequence[Prompt]) -> list[float]:
+    print("a reward talks")
+    return [1.0] * len(prompts)
+
+
+def vague(media: Media, prompts: Sequence[Prompt]) -> Scores:
+    return Scores(torch.ones(len(media)), [{"sure": float("nan")} for _ in prompts])
+
+
 def dies(media: Media, prompts: Sequence[Prompt]) -> list[float]:
     """Is killed over every picture whose text is not a path, and once for each path."""
     once = Path(prompts[0].text)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flowkit.errors import UsageError, UserError
-from flowkit.rewards.pool import UNFIT, RewardPool
+from flowkit.rewards.pool import UNFIT, RewardPool, reasons_of, refuse_failed
 from flowkit.types import Media, Prompt
 
 FAULTY = "tests.rewards.faulty:"
@@ -99,10 +99,30 @@ def test_black_and_nan_pictures_are_counted_apart_and_never_scored() -> None:
 
 def test_more_than_the_allowed_share_of_failures_stops_with_the_reason() -> None:
     name = FAULTY + "stumbles"
-    with RewardPool({name: 1.0}, workers=0, max_failed=0.25) as pool:
-        pool.submit(media(4), prompts("bad", "b", "c", "d")).result()
-        with pytest.raises(UserError, match=r"2 of 4 pictures .* share of 0.25 .*2 x .*stumbles.*no ink"):
-            pool.submit(media(4), prompts("bad", "b", "bad", "d")).result()
+    with RewardPool({name: 1.0}, workers=0) as pool:
+        one = pool.submit(media(4), prompts("bad", "b", "c", "d")).result()
+        two = pool.submit(media(4), prompts("bad", "b", "bad", "d")).result()
+    refuse_failed("round 3", 1, 4, 0.25, reasons_of(one))
+    with pytest.raises(UserError, match=r"round 3: 2 of 4 .* share of 0.25 .*2 x .*stumbles.*no ink"):
+        refuse_failed("round 3", 2, 4, 0.25, reasons_of(two))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_reward_prints_stays_out_of_the_results(
+    workers: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with RewardPool({FAULTY + "talks": 1.0}, workers=workers) as pool:
+        pool.submit(media(1), prompts("a")).result()
+    out, errors = capfd.readouterr()
+    assert (out, "a reward talks" in errors) == ("", True)
+
+
+def test_a_nan_in_the_details_is_a_fault_of_the_reward() -> None:
+    name = FAULTY + "vague"
+    with RewardPool({name: 1.0}, workers=0) as pool:
+        scores = pool.submit(media(1), prompts("a")).result()[name]
+    assert scores.values.isnan().all()
+    assert "not JSON compliant" in scores.details[0]["error"]
 
 
 def test_a_user_error_of_a_reward_stops_the_run_as_it_stands() -> None:
@@ -181,6 +201,7 @@ def test_close_ends_a_worker_in_the_middle_of_a_job_and_cancels_what_waits() -> 
 
 
 SCRIPT = """
+import signal
 import torch  # the workers import it from here, before flowkit can limit its threads by the environment
 from flowkit.rewards import total
 from flowkit.rewards.pool import RewardPool
@@ -189,6 +210,7 @@ from flowkit.types import Media, Prompt
 NAMES = {"tests.rewards.faulty:threads": 1.0, "tests.rewards.faulty:sleeps": 0.0}
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # or what started it in the background has it ignored
     with RewardPool(NAMES, workers=2, batch=1) as pool:
         one = Media(torch.ones(1, 1, 3, 4, 4))
         single = total(pool.submit(one, [Prompt("")]).result(), NAMES).item()

@@ -59,6 +59,19 @@ def test_a_changed_config_is_refused_with_the_difference(tmp_path: Path) -> None
     assert (tmp_path / "config.yaml").read_text() == CONFIG
 
 
+def test_changed_files_are_refused_by_the_key_that_names_them(tmp_path: Path) -> None:
+    before = {"prompts.train": "a", "model": "b"}
+    opened(tmp_path, inputs=before)
+    assert opened(tmp_path, inputs={**before, "model": "c"}).checkpoint is None  # nothing was trained yet
+    assert opened(tmp_path, inputs=before).checkpoint is None
+    add(tmp_path, 2)
+    assert opened(tmp_path, inputs=before).step == 2
+    with pytest.raises(UsageError, match="the files of model are not those that"):
+        opened(tmp_path, inputs={**before, "model": "c"})
+    with pytest.raises(UsageError, match=r"the files of prompts\.train are not those that"):
+        opened(tmp_path, inputs={**before, "prompts.train": "c"})
+
+
 def test_a_change_that_cannot_matter_is_taken_over(tmp_path: Path) -> None:
     opened(tmp_path)
     add(tmp_path, 2)

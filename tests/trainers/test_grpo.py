@@ -13,7 +13,7 @@ from flowkit.errors import UserError
 from flowkit.flow.policy import surrogate
 from flowkit.rollout import replay
 from flowkit.runtime.dist import Dist
-from flowkit.trainers.grpo import collect, improve, logp_floor, refuse_failed, train, trajectories
+from flowkit.trainers.grpo import collect, improve, logp_floor, train, trajectories
 from flowkit.trainers.meters import Clock, Meter
 from flowkit.trainers.rounds import Chunk, round_metrics, split
 from flowkit.types import Media, Prompt
@@ -168,7 +168,7 @@ def test_too_many_pictures_without_a_score_stop_the_run() -> None:
     def lost(media, prompts):
         return torch.full((len(prompts),), math.nan)
 
-    with pytest.raises(UserError, match="100% of the pictures of round 1 could not be scored"):
+    with pytest.raises(UserError, match="round 1: 16 of 16 pictures could not be scored"):
         toy.run(toy.config(), lost)
 
 
@@ -334,11 +334,38 @@ def test_a_checkpoint_before_the_first_update_is_one(tmp_path: Path) -> None:
     assert all(torch.equal(p, resumed.params[n]) for n, p in state.params.items())
 
 
-def test_a_round_stops_when_too_many_of_all_its_pictures_have_no_score() -> None:
-    cfg = toy.config(max_failed=0.2)
-    refuse_failed(torch.tensor([math.nan] * 2 + [1.0] * 8), cfg, 0)
-    with pytest.raises(UserError, match="30% of the pictures of round 1 could not be scored"):
-        refuse_failed(torch.tensor([math.nan] * 3 + [1.0] * 7), cfg, 0)
+@pytest.mark.parametrize(("failed", "stops"), [(3, False), (4, True)])
+def test_a_round_stops_when_too_many_of_all_its_pictures_have_no_score(failed: int, stops: bool) -> None:
+    left = [failed]
+
+    def lost(media, prompts):
+        values = toy.brightness(media, prompts)
+        for i in range(min(left[0], len(values))):
+            values[i] = math.nan
+            left[0] -= 1
+        return values
+
+    cfg = toy.config(max_failed=0.2, steps=1)  # 16 pictures: 3 are within a fifth, 4 are not
+    if not stops:
+        assert toy.run(cfg, lost).rows[0]["frac_failed"] == 3 / 16
+        return
+    with pytest.raises(UserError, match=r"round 1: 4 of 16 pictures .* share of 0.2 .*\(4 x bright: nan\)"):
+        toy.run(cfg, lost)
+
+
+def test_a_global_spread_is_that_of_the_whole_refilled_round() -> None:
+    cfg = toy.config(policy__refill=3, policy__std="global", policy__adv_clip=1000.0, rollout__groups=4)
+    model = toy.ToyModel()
+    world = toy.world(model, by_prompt(0, 1, 2))
+    chunks = collect(world, toy.walk(cfg), cfg, toy.state(model, cfg), Dist(), Clock())
+    assert len({g for c in chunks for g in c.group}) > 4  # there was a refill
+    spread = torch.cat([c.scores["total"] for c in chunks]).double().std(unbiased=False)
+    for slot in {g for c in chunks for g, a in zip(c.group, c.alive, strict=True) if a}:
+        rows = [(c, n) for c in chunks for n, g in enumerate(c.group) if g == slot]
+        reward = torch.stack([c.scores["total"][n] for c, n in rows]).double()
+        advantage = torch.stack([c.advantage[n] for c, n in rows]).double()
+        expected = (reward - reward.mean()) / (spread + 1e-4)
+        torch.testing.assert_close(advantage, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_round_metrics_are_those_of_the_rewards() -> None:
