@@ -56,7 +56,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of a sentence.")] = False,
 ) -> None:
     """Draw pictures: PNGs with their recipe inside, manifest.jsonl and a contact sheet."""
-    from flowkit.config.schema import LEVELS
+    from flowkit.config.grpo import LEVELS
     from flowkit.config.sections import SCHEDULE_SETTINGS, parse_size
     from flowkit.data.prompts import read
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from flowkit.config.explain import refuse
 from flowkit.types import Size
@@ -148,6 +148,57 @@ class PreviewConfig(Section):
 
     every: Count = 10
     prompts: Count = 8
+
+
+class RunConfig(Section):
+    """What every training run has: a model, a seed, a number of iterations, a folder."""
+
+    algorithm: str
+    model: str = Field(min_length=1)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    steps: Count
+    out: str = Field(min_length=1)
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    device: str = "auto"
+    gradient_checkpointing: bool = False
+    decode_batch: Count = 8
+    text_batch: Count = 16
+    size: str
+    train: Literal["full", "lora"] = "lora"
+    lora: LoraConfig = LoraConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    preview: PreviewConfig = PreviewConfig()
+    report_to: Annotated[tuple[Tracker, ...], Field(strict=False)] = ("tensorboard",)
+
+    @property
+    def pixels(self) -> Size:
+        """`size` as numbers."""
+        return parse_size(self.size)
+
+    @field_validator("size")
+    @classmethod
+    def _check_size(cls, value: str) -> str:
+        parse_size(value)
+        return value
+
+    @field_validator("device")
+    @classmethod
+    def _check_device(cls, value: str) -> str:
+        if not re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]+)?", value):
+            raise ValueError(f"device {value!r} is not one of auto, cpu, mps, cuda, cuda:0 and so on")
+        return value
+
+    @model_validator(mode="after")
+    def _check_trained(self) -> RunConfig:
+        if self.train == "full" and self.lora.path is not None:
+            raise refuse(
+                "lora.path", "lora.path is given but train is 'full'; use train=lora, or drop the path"
+            )
+        if self.train == "full" and self.dtype != "float32":
+            raise refuse(
+                "dtype", "full weights in bfloat16 lose small updates; use dtype=float32, or train=lora"
+            )
+        return self
 
 
 def parse_size(text: str) -> Size:

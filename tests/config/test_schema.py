@@ -6,8 +6,8 @@ from typing import get_args
 import pytest
 from pydantic import ValidationError
 
+from flowkit.config.grpo import LEVELS, GrpoConfig, KlName, LawName
 from flowkit.config.load import resolve
-from flowkit.config.schema import LEVELS, GrpoConfig, KlName, LawName
 from flowkit.config.sections import SCHEDULE_SETTINGS, ScheduleConfig, ScheduleName
 from flowkit.config.strict_yaml import parse_document
 from flowkit.errors import UsageError
