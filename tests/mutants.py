@@ -74,7 +74,6 @@ FAULTS = [
     # windows
     Fault("window that starts one too late", "windows.py", "randint(lo, hi - size + 1,", "randint(lo + 1, hi - size + 2,"),
     Fault("last window never drawn", "windows.py", "hi - size + 1, ()", "max(lo + 1, hi - size), ()"),
-    Fault("window one too long", "windows.py", "range(start, start + size)", "range(start, start + size + 1)"),
     Fault("trained steps rounded up", "windows.py", "math.floor(n * fraction + 1e-9)", "math.ceil(n * fraction)"),
     Fault("trained steps cut by rounding", "windows.py", " + 1e-9)", ")"),
     # policy
