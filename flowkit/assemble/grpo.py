@@ -108,7 +108,7 @@ def run(resolved: Resolved[GrpoConfig], *, resume: Path | None, fresh: bool, for
         def held_out(offset: int = len(train_prompts)) -> dict[str, float]:
             asked = test_prompts[: cfg.eval.limit]
             recipe = recipe_of(cfg, steps=cfg.eval.steps, guidance=cfg.eval.guidance)
-            with state.ema.swap():
+            with state.averaged():
                 return evaluate(
                     model,
                     lambda rows: conds([offset + i for i in rows]),
@@ -129,7 +129,7 @@ def run(resolved: Resolved[GrpoConfig], *, resume: Path | None, fresh: bool, for
             for weights in ("raw", "ema"):
                 with ExitStack() as swapped:
                     if weights == "ema":
-                        swapped.enter_context(state.ema.swap())
+                        swapped.enter_context(state.averaged())
                     for part, media in draw(
                         model, lambda rows: conds([offset + i for i in rows]), jobs, recipe, cfg.eval.batch
                     ):

@@ -75,21 +75,23 @@ def inject(
     dropout: float = 0.0,
     ranks: Mapping[str, int] | None = None,
     alphas: Mapping[str, float] | None = None,
+    adapter: str = ADAPTER,
 ) -> None:
     """Add peft layers with B zero, float32; A is left to the caller.
 
     Args:
-        model: has no LoRA yet.
+        model: has no LoRA of that name yet.
         targets: suffixes of module names, or one regular expression for whole names.
         rank: default rank.
         alpha: default alpha.
         dropout: on the LoRA branch, in train mode only.
         ranks: module name -> rank where it differs.
         alphas: module name -> alpha where it differs.
+        adapter: its name; files hold the usual one.
     """
     from peft import LoraConfig
 
-    if has_lora(model):
+    if adapter in (getattr(model.net, "peft_config", None) or {}):
         raise UsageError(f"{model.name} already has a LoRA; load the model again to start another.")
     net: Any = model.net
     net.requires_grad_(False)
@@ -103,12 +105,16 @@ def inject(
         alpha_pattern={f"^{re.escape(k)}": v for k, v in (alphas or {}).items()},
     )
     with torch.random.fork_rng(devices=[]):  # peft draws its own A from the global state
-        net.add_adapter(config, adapter_name=ADAPTER)
+        net.add_adapter(config, adapter_name=adapter)
     net.train(net.training)  # the new layers start in train mode, with their dropout on
-    for name, parameter in net.named_parameters():
-        if ".lora_" in name:
-            parameter.data = parameter.data.float()
-            parameter.requires_grad_(True)
+    for parameter in adapter_parameters(model, adapter).values():
+        parameter.data = parameter.data.float()
+        parameter.requires_grad_(True)
+
+
+def adapter_parameters(model: FlowModel, adapter: str = ADAPTER) -> dict[str, nn.Parameter]:
+    """The LoRA weights of one adapter, by name, in the network's order."""
+    return {n: p for n, p in model.net.named_parameters() if ".lora_" in n and f".{adapter}." in n}
 
 
 def has_lora(model: FlowModel) -> bool:

@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from flowkit.errors import UsageError
 from flowkit.models import FlowModel
-from flowkit.models.injection import has_lora, inject, lora_size, resolve_targets
+from flowkit.models.injection import (
+    ADAPTER,
+    adapter_parameters,
+    has_lora,
+    inject,
+    lora_size,
+    resolve_targets,
+)
 from flowkit.models.weights import load_full, load_lora, save_full, save_lora
 
 __all__ = [
@@ -38,6 +45,7 @@ def add_lora(
     targets: str | Sequence[str],
     dropout: float = 0.0,
     seed: int = 0,
+    adapter: str = ADAPTER,
 ) -> None:
     """Put LoRA layers into the transformer: A Kaiming-uniform from `seed`, B zero, float32 always.
 
@@ -47,9 +55,9 @@ def add_lora(
         UsageError: targets that match nothing.
     """
     names = resolve_targets(model.net, model.targets, targets)
-    inject(model, names, rank=rank, alpha=alpha, dropout=dropout)
+    inject(model, names, rank=rank, alpha=alpha, dropout=dropout, adapter=adapter)
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in trainable(model).items():
+    for name, parameter in adapter_parameters(model, adapter).items():
         if ".lora_A." in name:
             # bound of nn.init.kaiming_uniform_(a=sqrt(5)), which peft uses: 1 / sqrt(fan in)
             values = torch.rand(parameter.shape, generator=generator) * 2 - 1

@@ -51,8 +51,7 @@ def save_lora(model: FlowModel, path: str | Path, extra_metadata: Mapping[str, A
     """
     tensors = {
         PREFIX + name.replace(f".{injection.ADAPTER}.", "."): value
-        for name, value in model.net.state_dict().items()
-        if ".lora_" in name
+        for name, value in injection.adapter_parameters(model).items()
     }
     config = {PREFIX + k: v for k, v in injection.lora_config(model).items()}
     metadata = {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -64,7 +65,7 @@ class TrainState:
     """Trained weights, their average, the optimizer, and where the run stands.
 
     A checkpoint folder holds the averaged weights (what people use), `raw/` with the trained ones,
-    `optimizer.safetensors` and `state.json`.
+    `optimizer.safetensors` and `state.json`; without an average, the trained ones take its place.
 
     Attributes:
         step: finished iterations of the trainer.
@@ -74,7 +75,7 @@ class TrainState:
 
     weights: Weights
     optimizer: torch.optim.AdamW
-    ema: Ema
+    ema: Ema | None
     rate: LearningRate
     grad_clip: float
     step: int = 0
@@ -91,14 +92,14 @@ class TrainState:
         eps: float,
         weight_decay: float,
         grad_clip: float,
-        ema_decay: float,
-        ema_interval: int,
+        ema_decay: float | Callable[[int], float] | None,
+        ema_interval: int = 1,
     ) -> TrainState:
         """A run before its first step."""
         optimizer = torch.optim.AdamW(
             list(weights.params.values()), lr=rate.peak, betas=betas, eps=eps, weight_decay=weight_decay
         )
-        ema = Ema(weights.params, ema_decay, ema_interval)
+        ema = None if ema_decay is None else Ema(weights.params, ema_decay, ema_interval)
         return cls(weights, optimizer, ema, rate, grad_clip)
 
     @property
@@ -113,16 +114,33 @@ class TrainState:
             group["lr"] = self.rate.at(self.updates)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.ema.update(self.updates)
+        if self.ema is not None:
+            self.ema.update(self.updates)
         self.updates += 1
         return norm.detach()
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the parameters are their average; without one, they stay as they are."""
+        with self.ema.swap() if self.ema is not None else nullcontext():
+            yield
+
+    def park(self, device: torch.device | str) -> None:
+        """Move the optimizer's moments: to the CPU while another optimizer is at work, and back before `update`."""
+        for moments in self.optimizer.state.values():
+            for key, value in moments.items():
+                if key != "step":
+                    moments[key] = value.to(device, non_blocking=True)
+
     def save(self, folder: Path) -> None:
         """Write a checkpoint into an existing, empty folder."""
-        with self.ema.swap():
-            self.weights.write(folder, "ema", self.step)
-        (folder / RAW).mkdir()
-        self.weights.write(folder / RAW, "raw", self.step)
+        if self.ema is not None:
+            with self.ema.swap():
+                self.weights.write(folder, "ema", self.step)
+            (folder / RAW).mkdir()
+            self.weights.write(folder / RAW, "raw", self.step)
+        else:
+            self.weights.write(folder, "raw", self.step)
         tensors = {
             f"{key}/{name}": value.detach().contiguous().clone()
             for name, p in self.params.items()
@@ -147,8 +165,9 @@ class TrainState:
                 f"{folder} is not a whole checkpoint ({error}): resume from an older one"
             ) from None
         self.weights.read(folder)
-        self.ema.load({name: p.detach().clone() for name, p in self.params.items()})
-        self.weights.read(folder / RAW)
+        if self.ema is not None:
+            self.ema.load({name: p.detach().clone() for name, p in self.params.items()})
+            self.weights.read(folder / RAW)
         self.updates = state["updates"]
         for name, p in self.params.items():
             try:
