@@ -125,7 +125,7 @@ def J_time_difference(
     """
     h_ = _step(theta, h)
     value, J = derivative(F, (x, theta), (expand(_cs(theta), x) * F_T, torch.zeros_like(theta)))
-    before = F(x, (theta.double() - h_).to(theta))
+    before = F(x, (theta.double() - h_).clamp(min=0).to(theta))
     return value, J + _difference(value, before, theta, h_)
 
 
@@ -140,7 +140,7 @@ def J_difference(
     """
     h_ = _step(theta, h)
     value = F(x, theta)
-    before = F(ddim(x, F_T, h_), (theta.double() - h_).to(theta))
+    before = F(ddim(x, F_T, h_), (theta.double() - h_).clamp(min=0).to(theta))
     return value, _difference(value, before, theta, h_)
 
 
