@@ -110,6 +110,72 @@ FAULTS = [
     Fault("average in half precision", "ema.py", "torch.promote_types(p.dtype, torch.float32)", "p.dtype"),
     Fault("average that is the parameter", "ema.py", "_wide(p).clone()", "_wide(p)"),
     Fault("a step taken in twice", "ema.py", "if step <= self._last:", "if step < self._last:"),
+    Fault("power average with another root", "ema.py", "x = 1 / s\n", "x = 0.0\n"),
+    Fault("power average off by one", "ema.py", "(1 - 1 / (i + 1)) ** (gamma + 1)", "(1 - 1 / (i + 1)) ** gamma"),
+    Fault("power average that keeps its start", "ema.py", "0.0 if i < 1 else", "0.5 if i < 1 else"),
+    Fault("warm-up of a decay that is a function", "ema.py", "return self.decay(step)", "return min((1 + step) / (10 + step), self.decay(step))"),
+    # wrappers
+    Fault("velocity of trigflow of the wrong sign", "wrappers.py", "((c - s) / (c + s), 1 / (c + s))", "((s - c) / (c + s), 1 / (c + s))"),
+    Fault("x not rescaled", "wrappers.py", "network(expand(k.c_in, x) * x, raw)", "network(x, raw)"),
+    Fault("time in half precision", "wrappers.py", "k.c_noise.to(torch.promote_types(x.dtype, torch.float32))", "k.c_noise.to(torch.promote_types(x.dtype, torch.float32)).to(torch.bfloat16).to(torch.float32)"),
+    Fault("x0 without its sine", "wrappers.py", "expand(c, x) * x - expand(s, x) * F", "expand(c, x) * x - F"),
+    Fault("unwrapped velocity of the wrong sign", "wrappers.py", "expand(c + s, x) * F - expand(c - s, x) * x", "expand(c + s, x) * F + expand(c - s, x) * x"),
+    Fault("eps of the wrong sign", "wrappers.py", "(-s / c, 1 / c)", "(s / c, 1 / c)"),
+    Fault("v not divided by its scale", "wrappers.py", "(torch.zeros_like(c), 1 / k)", "(torch.zeros_like(c), torch.ones_like(c))"),
+    Fault("data of EDM with std 1", "wrappers.py", "(1 - self.sigma_data**2) / d**2", "(1 - self.sigma_data) / d**2"),
+    Fault("table read one entry late", "wrappers.py", "(torch.searchsorted(at, seen.detach()) - 1)", "(torch.searchsorted(at, seen.detach()) + 1)"),
+    # times
+    Fault("log-normal of the log of time", "times.py", "z).exp()).atan()", "z).exp())"),
+    Fault("shift that divides sigma", "times.py", "(self.shift * (self.mean", "(1 / self.shift * (self.mean"),
+    Fault("uniform without its shift", "times.py", "torch.atan2(self.k * u, 1 - u)", "torch.atan2(u, 1 - u)"),
+    Fault("density without its slope", "times.py", "/ (self.std * theta.sin() * theta.cos())", "/ self.std"),
+    Fault("interval of the angle", "times.py", "theta_of(self.lo).to(like.device), theta_of(self.hi)", "torch.tensor(self.lo * math.pi / 2), torch.tensor(self.hi * math.pi / 2)"),
+    Fault("strata in order", "times.py", "torch.randperm(n, generator=generator, device=device)", "torch.arange(n, device=device)"),
+    Fault("bell not normalised", "times.py", "bell / bell.mean()", "bell"),
+    Fault("bell upside down in time", "times.py", "torch.arange(n, 0, -1,", "torch.arange(1, n + 1, 1,"),
+    # consistency
+    Fault("tangent that is not warmed", "consistency.py", "(r * c * s * x.double() + J.double())\n", "(c * s * x.double() + J.double())\n"),
+    Fault("J warmed with data", "consistency.py", "- (r * c * s * x.double() + J.double())", "- r * (c * s * x.double() + J.double())"),
+    Fault("J not warmed with all", "consistency.py", "- r * (c * s * x.double() + J.double())", "- (r * c * s * x.double() + J.double())"),
+    Fault("root of the warm-up forgotten", "consistency.py", "-c * (1 - r**2 * s**2).sqrt() * apart", "-c * c * apart"),
+    Fault("tangent of the wrong sign", "consistency.py", "g = -c * (1", "g = c * (1"),
+    Fault("factor 2 in the tangent", "consistency.py", "g = -c * (1", "g = -2 * c * (1"),
+    Fault("norm over the batch", "consistency.py", "torch.linalg.vector_norm(g.flatten(1), dim=1)", "torch.linalg.vector_norm(g).expand(len(g))"),
+    Fault("tangent that is not normalised", "consistency.py", "(g / expand(norm + NORM_OFFSET, g))", "(g / expand(torch.ones_like(norm), g))"),
+    Fault("loss away from g", "consistency.py", "- F_minus.detach().double() - g.double()", "- F_minus.detach().double() + g.double()"),
+    Fault("loss without a stop", "consistency.py", "F_minus.detach().double()", "F_minus.double()"),
+    Fault("mean for sum in the loss", "consistency.py", "** 2).flatten(1).sum(1)", "** 2).flatten(1).mean(1)"),
+    Fault("tangent of time not scaled", "consistency.py", "(expand(cs, x) * F_T, cs.to(theta))", "(expand(cs, x) * F_T, torch.ones_like(theta))"),
+    Fault("time differentiated twice", "consistency.py", "torch.zeros_like(theta))", "_cs(theta).to(theta))"),
+    Fault("difference over 2 h", "consistency.py", "_cs(theta) / h.sin()", "_cs(theta) / (2 * h).sin()"),
+    Fault("difference without its turn", "consistency.py", "expand(h.cos(), wide) * wide - before", "wide - before"),
+    Fault("teacher's step forwards", "consistency.py", "* x - expand(h.sin(), x) * F_T", "* x + expand(h.sin(), x) * F_T"),
+    Fault("times below 0", "consistency.py", "clamp(min=1e-30, max=h)", "clamp(min=h, max=h)"),
+    Fault("step in the shifted time", "consistency.py", "t = unshift(t_of(theta), k)", "t = t_of(theta)"),
+    Fault("target at the old time", "consistency.py", "return x0_of(after, theta_next, F(after, theta_next))", "return x0_of(after, theta, F(after, theta))"),
+    Fault("discrete tangent without cos", "consistency.py", "rate = theta.cos() / (theta - theta_next)", "rate = 1 / (theta - theta_next)"),
+    Fault("discrete tangent of the wrong sign", "consistency.py", "(f - x0_target.double())", "(x0_target.double() - f)"),
+    # matching
+    Fault("guidance from the wrong end", "matching.py", "F_u + w * (F_c - F_u)", "F_c + w * (F_c - F_u)"),
+    Fault("angles that rise", "matching.py", ".cummin(0).values", ""),
+    Fault("noise of the step before", "matching.py", "noise_of_step(step + 1)", "noise_of_step(step)"),
+    Fault("gradient through every call", "matching.py", "        with torch.no_grad():\n            x0 = x0_of(x, theta", "        with torch.enable_grad():\n            x0 = x0_of(x, theta"),
+    Fault("dmd of the wrong sign", "matching.py", "target = wide - (x0_fake", "target = wide + (x0_fake"),
+    Fault("dmd without its weight", "matching.py", "- teacher) / expand(weight, wide)", "- teacher)"),
+    Fault("dmd weight over the sum", "matching.py", ".flatten(1).mean(1).clamp", ".flatten(1).sum(1).clamp"),
+    Fault("dmd weight without a floor", "matching.py", ".clamp(min=1e-5)", ""),
+    Fault("critic without sin squared", "matching.py", "expand(s**2, G.double())", "expand(torch.ones_like(s), G.double())"),
+    Fault("critic with sin for its square", "matching.py", "expand(s**2, G.double())", "expand(s, G.double())"),
+    Fault("critic that moves the student", "matching.py", "(G.detach() - x0_fake)", "(G - x0_fake)"),
+    Fault("turns from 0", "matching.py", "(i - self.warmup) % self.freq == 0", "i % self.freq == 0"),
+    Fault("turns the other way round", "matching.py", "% self.freq == 0", "% self.freq != 0"),
+    Fault("dmd in the warm-up", "matching.py", "return i >= self.warmup and self.student(i)", "return self.student(i)"),
+    Fault("steps of the student without its warm-up", "matching.py", "self.warmup + (i - self.warmup) // self.freq", "(i - self.warmup) // self.freq"),
+    Fault("steps of the critic off by one", "matching.py", "i - self.student_step(i) - 1", "i - self.student_step(i)"),
+    # student
+    Fault("student from sigma for its angle", "student.py", "math.atan(sigma_max), *mids][:n]", "math.pi / 2, *mids][:n]"),
+    Fault("student with its first times last", "student.py", "*mids][:n], 0.0]", "*mids][-n:], 0.0]"),
+    Fault("student's angles for times", "student.py", "return t_of(student_thetas(n, sigma_max, mids))", "return student_thetas(n, sigma_max, mids)"),
 ]  # fmt: skip
 
 
@@ -119,7 +185,10 @@ def copy(place: Path) -> None:
         shutil.copytree(REPO / part, place / part, ignore=shutil.ignore_patterns("__pycache__"))
     for part in ("flowkit/__init__.py", "flowkit/types.py", "flowkit/errors.py"):
         shutil.copy(REPO / part, place / part)
-    (place / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\npythonpath = .\n", encoding="utf-8")
+    settings = (
+        "[pytest]\nfilterwarnings = error\npythonpath = .\nmarkers = slow: takes more than ten seconds\n"
+    )
+    (place / "pytest.ini").write_text(settings, encoding="utf-8")
 
 
 def run(place: Path, *argv: str) -> tuple[int, str]:
@@ -142,9 +211,22 @@ def run(place: Path, *argv: str) -> tuple[int, str]:
 
 
 def flow_tests(place: Path, first: str = "") -> tuple[int, str]:
-    """Run the copied tests until the first failure, those of the module `first` before the others."""
+    """Run the copied tests that are not slow until one fails, those of the module `first` before the others."""
     tests = [f"tests/flow/test_{first}", "tests/flow"] if first else ["tests/flow"]
-    return run(place, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", *tests)
+    return run(
+        place,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-m",
+        "not slow",
+        "--no-header",
+        "--tb=no",
+        "-p",
+        "no:cacheprovider",
+        *tests,
+    )
 
 
 def first_failure(output: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -13,17 +13,20 @@ class Ema:
     """Exponential moving average of named parameters, with a warm-up and an interval.
 
     shadow += (1 - d) (p - shadow) with d = min((1 + i) / (10 + i), decay), after every `interval`-th
-    optimizer step; i counts optimizer steps from 0 (as in the Flow-GRPO code, arXiv:2505.05470). The shadow
+    optimizer step; i counts optimizer steps from 0 (as in the Flow-GRPO code, arXiv:2505.05470). A decay
+    that is a function is d of i itself, such as `partial(power_beta, gamma=power_gamma(0.1))`. The shadow
     starts as a copy of the parameters, on their device, in float32 or better.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], decay: float, interval: int = 1) -> None:
+    def __init__(
+        self, params: Mapping[str, Tensor], decay: float | Callable[[int], float], interval: int = 1
+    ) -> None:
         """Follow `params` (name -> tensor, changed in place by an optimizer).
 
         Raises:
             ValueError: for a decay outside [0, 1) or an interval below 1.
         """
-        if not 0 <= decay < 1:
+        if not callable(decay) and not 0 <= decay < 1:
             raise ValueError(f"the decay must be in [0, 1), not {decay}")
         if interval < 1:
             raise ValueError(f"the interval must be at least 1, not {interval}")
@@ -46,7 +49,7 @@ class Ema:
         self._last = step
         if (step + 1) % self.interval:
             return
-        decay = min((1 + step) / (10 + step), self.decay)
+        decay = self._decay_at(step)
         for name, p in self._params.items():
             shadow = self._shadow[name]
             shadow += (1 - decay) * (_wide(p) - shadow)
@@ -84,10 +87,46 @@ class Ema:
         for name, value in state.items():
             self._shadow[name].copy_(value)
 
+    def _decay_at(self, step: int) -> float:
+        if callable(self.decay):
+            return self.decay(step)
+        return min((1 + step) / (10 + step), self.decay)
+
     @torch.no_grad()
     def _fill(self, values: Mapping[str, Tensor]) -> None:
         for name, p in self._params.items():
             p.copy_(values[name])
+
+
+def power_gamma(s: float) -> float:
+    """The gamma of a power average whose width is s times the training so far (EDM2, arXiv:2312.02696).
+
+    The largest real root of x^3 + 7 x^2 + (16 - s^-2) x + (12 - s^-2).
+
+    >>> round(power_gamma(0.1), 4)
+    6.9372
+
+    Raises:
+        ValueError: for a width outside (0, 12^-1/2), where gamma would not be positive.
+    """
+    if not 0 < s < 12**-0.5:
+        raise ValueError(f"the width of a power average must be above 0 and below {12**-0.5:.3f}, not {s}")
+    q = s**-2
+    # The polynomial is convex above its largest root and positive at 1/s, so Newton comes down to the root.
+    x = 1 / s
+    while True:
+        after = x - (((x + 7) * x + 16 - q) * x + 12 - q) / ((3 * x + 14) * x + 16 - q)
+        if not after < x:
+            return x
+        x = after
+
+
+def power_beta(i: int, gamma: float) -> float:
+    """The decay (1 - 1/(i + 1))^(gamma + 1) of a power average after optimizer step i, 0 below step 1.
+
+    The average is then of the parameters after steps 0 ... i, with weights about proportional to step^gamma.
+    """
+    return 0.0 if i < 1 else float((1 - 1 / (i + 1)) ** (gamma + 1))
 
 
 def _wide(p: Tensor) -> Tensor:

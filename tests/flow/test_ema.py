@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import json
 import math
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flowkit.flow.ema import Ema
+from flowkit.flow.ema import Ema, power_beta, power_gamma
 from tests.flow.given import bounded, golden, normal
+
+RCM = json.loads((Path(__file__).parents[1] / "golden" / "rcm.json").read_text(encoding="utf-8"))
 
 
 def followed(**params: Tensor) -> tuple[Ema, dict[str, Tensor]]:
@@ -145,3 +151,53 @@ def test_a_state_of_other_parameters_is_refused_and_changes_nothing() -> None:
 def test_an_impossible_setting_is_refused(decay: float, interval: int) -> None:
     with pytest.raises(ValueError, match="must be"):
         Ema({}, decay, interval)
+
+
+# --- power average ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", RCM["power_ema"], ids=lambda case: str(case["rate"]))
+def test_the_power_average_is_the_references(case: dict[str, Any]) -> None:
+    gamma = power_gamma(case["rate"])
+    assert gamma == pytest.approx(case["gamma"], rel=1e-12)
+    for i, beta in case["beta"].items():
+        # The reference's root is off by 1e-13, and the power multiplies that by at most 1e2.
+        assert power_beta(int(i), case["gamma"]) == pytest.approx(beta, rel=1e-10)
+
+
+@pytest.mark.parametrize("s", [0.001, 0.05, 0.1, 0.28])
+def test_gamma_is_the_largest_root(s: float) -> None:
+    gamma, q = power_gamma(s), s**-2
+    # Divided by the slope of the polynomial, its value is the distance from the root.
+    value = ((gamma + 7) * gamma + 16 - q) * gamma + 12 - q
+    slope = (3 * gamma + 14) * gamma + 16 - q
+    assert abs(value / slope) < 1e-12 * max(1, gamma)
+    # Of a cubic that has one positive root (its constant is negative), that is the largest.
+    assert 12 - q < 0
+    assert gamma > 0
+
+
+@pytest.mark.parametrize("s", [0.0, 0.3, -0.1])
+def test_a_width_without_a_gamma_is_refused(s: float) -> None:
+    with pytest.raises(ValueError, match="width"):
+        power_gamma(s)
+
+
+def test_a_power_average_forgets_what_came_before_training_and_has_its_width() -> None:
+    s, n = 0.1, 4000
+    p = torch.full((2,), 1e9, dtype=torch.float64)
+    ema = Ema({"p": p}, partial(power_beta, gamma=power_gamma(s)))
+    for step in range(n):
+        p[0], p[1] = step / n, (step / n) ** 2
+        ema.update(step)
+    mean, square = ema.state()["p"].tolist()
+    # EDM2 defines the width as the std of the weights over time; the sum differs from the integral by 1/n.
+    assert math.sqrt(square - mean**2) == pytest.approx(s, rel=2e-3)
+
+
+def test_a_decay_that_is_a_function_is_taken_as_it_is() -> None:
+    params = {"p": torch.zeros(1)}
+    ema = Ema(params, lambda step: 0.25 * step)
+    params["p"].fill_(1.0)
+    ema.update(3)
+    assert float(ema.state()["p"]) == pytest.approx(0.25)
