@@ -51,7 +51,7 @@ class Recipe:
     t_at_one: float | None = None
     solver: str = "euler"
     schedule: str = "auto"
-    settings: dict[str, float] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, fit for JSON."""
@@ -59,12 +59,12 @@ class Recipe:
 
 
 def grid_of(
-    model: FlowModel, steps: int, size: Size, schedule: str = "auto", settings: dict[str, float] | None = None
+    model: FlowModel, steps: int, size: Size, schedule: str = "auto", settings: dict[str, Any] | None = None
 ) -> Tensor:
     """The grid of times [steps + 1], float32, falling to 0: one function for rollout, replay, preview and eval.
 
     Raises:
-        UsageError: the schedule does not take a setting, or needs one that is not given.
+        UsageError: the schedule does not take a setting, needs one that is not given, or has no grid of so many steps.
     """
     settings = dict(settings or {})
     if schedule == "auto":
@@ -73,7 +73,7 @@ def grid_of(
         settings.setdefault("mu", mu_of(model.shape.tokens(size)))
     try:
         return SCHEDULES[schedule](steps, **settings).float()
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise UsageError(f"schedule {schedule!r}: {error}") from None
 
 
@@ -94,7 +94,6 @@ def solve(
     return x
 
 
-@torch.no_grad()
 def draw(
     model: FlowModel,
     conds: Callable[[Sequence[int]], Cond],
@@ -103,6 +102,19 @@ def draw(
     batch: int,
 ) -> Iterator[tuple[Sequence[Job], Media]]:
     """Pictures of jobs, `batch` at a time, in order."""
+    for part, x0 in draw_latents(model, conds, jobs, recipe, batch):
+        yield part, model.decode(x0)
+
+
+@torch.no_grad()
+def draw_latents(
+    model: FlowModel,
+    conds: Callable[[Sequence[int]], Cond],
+    jobs: Sequence[Job],
+    recipe: Recipe,
+    batch: int,
+) -> Iterator[tuple[Sequence[Job], Tensor]]:
+    """The latents of jobs [B, ...], `batch` at a time, in order."""
     grid = grid_of(model, recipe.steps, recipe.size, recipe.schedule, recipe.settings).to(model.device)
     shape = model.latent_shape(recipe.size)
     for start in range(0, len(jobs), batch):
@@ -116,5 +128,4 @@ def draw(
         def velocity(x: Tensor, t: Tensor, cond: Cond = cond) -> Tensor:
             return model.velocity(x, t, cond, recipe.guidance)
 
-        x = solve(velocity, drawn("start") * grid[0], grid, recipe, lambda step: drawn("step", step))
-        yield part, model.decode(x)
+        yield part, solve(velocity, drawn("start") * grid[0], grid, recipe, lambda step: drawn("step", step))

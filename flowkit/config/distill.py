@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from flowkit.config.explain import refuse
 from flowkit.config.sections import (
+    Angle,
     Count,
     CountOrZero,
     Decay,
@@ -24,8 +25,6 @@ from flowkit.config.suggest import suggestion
 Loss = Literal["dcm", "scm", "scm+dmd", "dmd"]
 LOSSES: tuple[Loss, ...] = ("dcm", "scm", "scm+dmd", "dmd")
 NEED_DATA = ("dcm", "scm", "scm+dmd")  # losses that noise a latent of the data
-
-Angle = Annotated[float, Field(gt=0, lt=1.5707963)]
 
 
 class DataConfig(Section):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -21,6 +21,7 @@ ScheduleName = Literal[
     "logit-linear",
     "sd3-rl",
     "rcm-teacher",
+    "student",
 ]
 Tracker = Literal["tensorboard", "wandb", "trackio"]
 
@@ -29,6 +30,7 @@ CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Guidance = Annotated[float, Field(ge=0, le=100)]
+Angle = Annotated[float, Field(gt=0, lt=1.5707963)]
 ModuleNames = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 
 SCHEDULE_SETTINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # name: settings it needs, may have
@@ -42,6 +44,7 @@ SCHEDULE_SETTINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # nam
     "logit-linear": (("a",), ("b",)),
     "sd3-rl": ((), ("shift",)),
     "rcm-teacher": ((), ("shift", "sigma_max")),
+    "student": ((), ("sigma_max", "thetas")),
 }
 
 
@@ -56,7 +59,8 @@ class LoraConfig(Section):
 
     rank: int = Field(default=32, ge=1, le=4096)
     alpha: float = Field(default=64, gt=0, le=65536)
-    targets: Literal["attention", "attention+ff"] | ModuleNames = "attention"
+    targets: Literal["attention", "attention+ff"] | Angle = Annotated[float, Field(gt=0, lt=1.5707963)]
+ModuleNames = "attention"
     dropout: float = Field(default=0.0, ge=0, lt=1)
     path: str | None = None
 
@@ -82,9 +86,10 @@ class ScheduleConfig(Section):
     a: float | None = Field(default=None, ge=-20, le=1000)
     b: float | None = Field(default=None, gt=0, le=1000)
     sigma_max: float | None = Field(default=None, gt=0, le=1e6)
+    thetas: Annotated[tuple[Angle, ...], Field(strict=False)] | None = None
 
     @property
-    def settings(self) -> dict[str, float]:
+    def settings(self) -> dict[str, Any]:
         """The settings that are given, by the name of the schedule's argument."""
         return {key: value for key, value in self.model_dump(exclude={"name"}).items() if value is not None}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +67,7 @@ def pick(n_prompts: int, groups: int, epoch: int, seed: int) -> list[int]:
         fix = f"use rollout.groups={n_prompts} or more prompts"
         raise UsageError(f"{n_prompts} prompts are fewer than the {groups} groups of a round; {fix}")
     turn, part = divmod(epoch, n_prompts // groups)
-    # Ordering by a hash needs no generator, so the order can't change with a library's version.
-    pass_name = f"pick {seed} {turn}"
-    order = sorted(range(n_prompts), key=lambda i: hashlib.sha256(f"{pass_name} {i}".encode()).digest())
-    return order[part * groups : (part + 1) * groups]
+    return _order(f"pick {seed} {turn}", n_prompts)[part * groups : (part + 1) * groups]
 
 
 def _lines(path: Path, name: str) -> Iterator[tuple[int, str]]:
@@ -116,3 +114,23 @@ def _check(text: Any, key: str, where: str) -> None:
         raise UsageError(f"{where}: {key!r} needs text, not {json.dumps(text)}")
     if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
         raise UsageError(f"{where}: {key!r} holds a NUL or half of a surrogate pair, which no text has")
+
+
+def deal(n: int, batch: int, turn: int, seed: int) -> list[int]:
+    """Which of n samples make up a batch: pass after pass through all of them, each in an order of its own.
+
+    Unlike `pick` a batch may run over the end of a pass, and may be larger than n.
+
+    >>> sorted(deal(4, 3, 0, 7) + deal(4, 3, 1, 7) + deal(4, 2, 3, 7))
+    [0, 0, 1, 1, 2, 2, 3, 3]
+    """
+    if n < 1:
+        raise ValueError("there is nothing to deal")
+    places = [divmod(at, n) for at in range(turn * batch, (turn + 1) * batch)]
+    return [_order(f"deal {seed} {which}", n)[place] for which, place in places]
+
+
+@lru_cache(maxsize=4)
+def _order(name: str, n: int) -> list[int]:
+    """The numbers below n by a hash: it needs no generator, so no library's version can change it."""
+    return sorted(range(n), key=lambda i: hashlib.sha256(f"{name} {i}".encode()).digest())

@@ -8,12 +8,13 @@ All raise ValueError for n < 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from flowkit.flow.path import Time
+from flowkit.flow.student import student_grid
 
 
 def shift(t: Time, k: float) -> Time:
@@ -122,6 +123,19 @@ def rcm_teacher(
     return _shifted(_line(float(start), 0.0, n + 1), shift).to(dtype)
 
 
+def student(
+    n: int,
+    sigma_max: float = 80.0,
+    thetas: Sequence[float] = (1.5, 1.4, 1.0),
+    *,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """The times of a distilled student, for law `consistency`: see `flow.student.student_grid`."""
+    if n < 1:
+        raise ValueError(f"a schedule needs at least one step, not {n}")
+    return student_grid(n, sigma_max, thetas).to(dtype)
+
+
 SCHEDULES: dict[str, Callable[..., Tensor]] = {
     "static": static,
     "dynamic": dynamic,
@@ -132,6 +146,7 @@ SCHEDULES: dict[str, Callable[..., Tensor]] = {
     "logit-linear": logit_linear,
     "sd3-rl": sd3_rl,
     "rcm-teacher": rcm_teacher,
+    "student": student,
 }
 
 

@@ -63,6 +63,7 @@ def train(world: World, walk: Walk, cfg: GrpoConfig, state: TrainState, dist: Di
         for _, u in itertools.product(range(cfg.policy.epochs), range(cfg.policy.updates)):
             improve(world, walk, [c for c in chunks if c.update == u], cfg, state, dist, row)
         means = row.means(dist)  # waits for the device, so it belongs to the training
+        means |= {"ratio_first": row.first_ratio(dist), "skipped_updates": float(row.skipped)}
         clock.lap("train")
         state.step += 1
         about = {"lr": state.rate.at(max(state.updates - 1, 0)), **clock.row(len_of(chunks, dist))}
@@ -234,10 +235,7 @@ def improve(
         return
     for chunk, k in itertools.product(batch, range(walk.length)):
         torch.autograd.backward(transition_loss(world, walk, chunk, k, cfg, meter) / everywhere)
-    for p in state.params.values():
-        if p.grad is None:  # a process without a living chunk still takes part in the sum
-            p.grad = torch.zeros_like(p)
-    dist.all_reduce_sum_([p.grad for p in state.params.values() if p.grad is not None])
+    dist.all_reduce_sum_(state.gradients())
     meter.add(1, grad_norm=state.update())
     meter.updates += 1
 

@@ -39,39 +39,49 @@ class Clock:
 
 
 class Meter:
-    """Means of 0-dim tensors that stay on their device until the round is over."""
+    """Means of 0-dim tensors that stay on their device until the iteration is over.
+
+    Attributes:
+        skipped: optimizer steps that had nothing to learn from.
+        updates: optimizer steps made.
+    """
 
     def __init__(self) -> None:
         self.values: dict[str, list[Tensor]] = defaultdict(list)
-        self.weights: dict[str, list[int]] = defaultdict(list)
+        self.weights: dict[str, list[Tensor]] = defaultdict(list)
         self.ratios: list[Tensor] = []
         self.skipped = self.updates = 0
 
-    def add(self, weight: int, **values: Tensor) -> None:
-        """Take one more value of each, a mean over `weight` things."""
+    def add(self, weight: int | Tensor, **values: Tensor) -> None:
+        """Take one more value of each, a mean over `weight` things; the mean of nothing may be nan."""
         for name, value in values.items():
-            self.values[name].append(value)
-            self.weights[name].append(weight)
+            self.values[name].append(value.detach())
+            self.weights[name].append(torch.as_tensor(weight))
 
     def worst(self, ratio: Tensor) -> None:
         """Keep the ratio [B] that is furthest from 1; before the first update all must be 1."""
         self.ratios.append(ratio[(ratio - 1).abs().argmax()])
 
     def means(self, dist: Dist) -> Row:
-        """One number each, over all processes."""
-        own = {
-            name: (torch.stack(v).double().cpu() @ torch.tensor(self.weights[name]).double()).item()
-            for name, v in self.values.items()
-        }
-        rows = dist.gather_objects({name: (total, sum(self.weights[name])) for name, total in own.items()})
+        """One number each, over all processes; a name with nothing to it is left out."""
+        own = {}
+        for name, values in self.values.items():
+            value = torch.stack([v.double().cpu() for v in values])
+            weight = torch.stack([w.double().cpu() for w in self.weights[name]])
+            own[name] = (value[weight > 0] @ weight[weight > 0]).item(), weight.sum().item()
+        rows = dist.gather_objects(own)
         names = sorted(set(itertools.chain.from_iterable(rows)))
-        means = {
-            name: sum(r[name][0] for r in rows if name in r) / sum(r[name][1] for r in rows if name in r)
-            for name in names
-        }
+        means = {}
+        for name in names:
+            total, weight_sum = (sum(r[name][k] for r in rows if name in r) for k in (0, 1))
+            if weight_sum:
+                means[name] = total / weight_sum
+        return means
+
+    def first_ratio(self, dist: Dist) -> float:
+        """The ratio furthest from 1 of all processes; nan where none was kept."""
         ratios = itertools.chain.from_iterable(dist.gather_objects([r.item() for r in self.ratios]))
-        first = max(ratios, key=lambda ratio: abs(ratio - 1), default=float("nan"))
-        return {**means, "ratio_first": first, "skipped_updates": float(self.skipped)}
+        return max(ratios, key=lambda ratio: abs(ratio - 1), default=float("nan"))
 
 
 def mean(values: Sequence[float]) -> float:

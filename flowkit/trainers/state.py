@@ -119,6 +119,13 @@ class TrainState:
         self.updates += 1
         return norm.detach()
 
+    def gradients(self) -> list[Tensor]:
+        """The gradients of all parameters; zeros for one that took none, so that all processes sum the same."""
+        for p in self.params.values():
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        return [p.grad for p in self.params.values() if p.grad is not None]
+
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Inside, the parameters are their average; without one, they stay as they are."""
@@ -181,3 +188,42 @@ class TrainState:
                     k: v.to("cpu" if k == "step" else p.device) for k, v in found.items()
                 }
         self.step, self.history = state["step"], RunningStats.load(state["history"])
+
+
+@dataclass
+class DistillState:
+    """A student and its critic, who take turns; each with its optimizer.
+
+    A checkpoint folder is the student's, with the critic's under `fake/`.
+
+    Attributes:
+        student: the weights that people use, with their average.
+        fake: the fake score; it has no average.
+        offload: keep the moments of the one that waits on the CPU.
+        step: finished iterations, of either.
+    """
+
+    student: TrainState
+    fake: TrainState
+    offload: bool = False
+    step: int = 0
+
+    def begin(self, side: TrainState) -> None:
+        """Make this one's moments ready, and park the other's."""
+        if self.offload:
+            other = self.fake if side is self.student else self.student
+            other.park("cpu")
+            side.park(next(iter(side.params.values())).device)
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint into an existing, empty folder."""
+        self.student.step = self.fake.step = self.step
+        self.student.save(folder)
+        (folder / "fake").mkdir()
+        self.fake.save(folder / "fake")
+
+    def load(self, folder: Path) -> None:
+        """Go on from a checkpoint, bit for bit; UserError as `TrainState.load`."""
+        self.student.load(folder)
+        self.fake.load(folder / "fake")
+        self.step = self.student.step

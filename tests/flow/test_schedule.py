@@ -23,6 +23,7 @@ from flowkit.flow.schedule import (
     shift,
     static,
     stretch,
+    student,
     unshift,
     unshifted,
 )
@@ -41,6 +42,7 @@ ALL: dict[str, Callable[..., Tensor]] = {
     "logit-linear": lambda n, **kw: logit_linear(n, 2.0, 0.8, **kw),
     "sd3-rl": sd3_rl,
     "rcm-teacher": rcm_teacher,
+    "student": lambda n, **kw: student(n, thetas=torch.linspace(1.5, 0.1, 60).tolist(), **kw),
 }
 
 
@@ -100,7 +102,7 @@ def test_every_grid_falls_strictly_from_at_most_one_to_zero(name: str, n: int) -
     assert grid[0] <= 1
     assert grid[-1] == 0
     assert bool((grid.diff() < 0).all())
-    if name != "rcm-teacher":
+    if name not in ("rcm-teacher", "student"):
         # A law compares with 1 exactly.
         assert grid[0] == 1
 
