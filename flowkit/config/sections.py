@@ -59,8 +59,7 @@ class LoraConfig(Section):
 
     rank: int = Field(default=32, ge=1, le=4096)
     alpha: float = Field(default=64, gt=0, le=65536)
-    targets: Literal["attention", "attention+ff"] | Angle = Annotated[float, Field(gt=0, lt=1.5707963)]
-ModuleNames = "attention"
+    targets: Literal["attention", "attention+ff"] | ModuleNames = "attention"
     dropout: float = Field(default=0.0, ge=0, lt=1)
     path: str | None = None
 
