@@ -3,8 +3,9 @@
 Where the numbers come from: the sizes are those of the config.json files that the models were published with,
 as diffusers' conversion scripts and the model cards state them (FLUX.1-dev: 19 double and 38 single blocks of
 width 3072; SD3.5 medium: 24 blocks of width 1536, 13 with a second attention; SD3.5 large: 38 blocks of width
-2432; Wan 2.1 1.3B: 30 blocks of width 1536; 14B: 40 of width 5120, the defaults of diffusers' class). Only what sets parameter counts, sizes and times stands here; parameter counts are not written down but
-counted on the meta device from the real classes, and a test compares them with the published ones.
+2432; Wan 2.1 1.3B: 30 blocks of width 1536; 14B: 40 of width 5120). Only what sets parameter counts, sizes and
+times stands here; parameter counts are not written down but counted on the meta device from the real classes,
+and a test compares them with the published ones.
 """
 
 from __future__ import annotations

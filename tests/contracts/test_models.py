@@ -233,9 +233,7 @@ def test_an_euler_sample_is_that_of_the_diffusers_pipeline(
         scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
         set_timesteps = scheduler.set_timesteps
         # WanPipeline has no argument for the times, so they are put into its scheduler
-        scheduler.set_timesteps = lambda n, device: set_timesteps(
-            sigmas=sigmas, device=device
-        )
+        scheduler.set_timesteps = lambda n, device: set_timesteps(sigmas=sigmas, device=device)
         monkeypatch.setattr(pipeline, "scheduler", scheduler)
         asked = {k: v for k, v in arguments.items() if k != "sigmas"}
         theirs = pipeline(PROMPTS[:2], latents=noise, num_frames=CLIP.frames, **asked).frames
@@ -243,7 +241,9 @@ def test_an_euler_sample_is_that_of_the_diffusers_pipeline(
         theirs = pipeline(PROMPTS[:2], latents=noise, **arguments).images
     with torch.no_grad():
         ours = euler(
-            lambda x, t: model.velocity(x, t, cond, guidance), noise, model.schedule(steps, size_of(model)).float()
+            lambda x, t: model.velocity(x, t, cond, guidance),
+            noise,
+            model.schedule(steps, size_of(model)).float(),
         )
     assert (theirs - noise).abs().max() > 0.1
     # the same calls on the same numbers, but for their times, which pass through * 1000 / 1000 in float32
@@ -286,7 +286,9 @@ def test_encoding_is_the_scaled_mean_of_the_autoencoder_and_inverts_the_scale_of
     config = model.vae.config
     with torch.no_grad():
         if name == "wan":
-            mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (config.latents_mean, config.latents_std))
+            mean, std = (
+                torch.tensor(v).view(1, -1, 1, 1, 1) for v in (config.latents_mean, config.latents_std)
+            )
             raw = model.vae.encode(y).latent_dist.mode()
             expected = (raw - mean) / std
         else:
@@ -322,7 +324,11 @@ def test_activation_checkpoints_leave_the_gradient_as_it_is(name: str) -> None:
         model = load(str(tiny.bundle(name)))
         checkpoint_activations(model, on)
         x, t, cond = some(model)
-        weight = next(p for n, p in model.net.named_parameters() if n.endswith(("attn.to_q.weight", "attn1.to_q.weight")))
+        weight = next(
+            p
+            for n, p in model.net.named_parameters()
+            if n.endswith(("attn.to_q.weight", "attn1.to_q.weight"))
+        )
         weight.requires_grad_(True)
         model.velocity(x, t, cond, 2.0).square().mean().backward()
         gradients.append(weight.grad)

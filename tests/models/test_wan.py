@@ -70,7 +70,9 @@ def test_time_is_rounded_to_bfloat16_only_after_its_embedding() -> None:
     embedder: Any = model.net.condition_embedder
 
     def watch(name: str) -> Any:
-        return lambda module, inputs, output: seen.update({name: inputs[0].dtype, f"{name}, out": output.dtype})
+        return lambda module, inputs, output: seen.update(
+            {name: inputs[0].dtype, f"{name}, out": output.dtype}
+        )
 
     embedder.timesteps_proj.register_forward_hook(watch("sinusoid"))
     embedder.time_embedder.register_forward_hook(watch("embedding"))
