@@ -1,4 +1,4 @@
-"""A folder of pictures to scores: every picture against its prompt, a summary, scores.jsonl."""
+"""A folder of pictures or clips to scores: every one against its prompt, a summary, scores.jsonl."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from flowkit.data.prompts import read as read_prompts
 from flowkit.errors import UsageError
 from flowkit.rewards import total
 from flowkit.rewards.pool import UNFIT, RewardPool, refuse_failed
+from flowkit.runtime.clips import MP4, read_media
 from flowkit.runtime.files import disk_errors
-from flowkit.runtime.media import FORMATS, MANIFEST, SHEET, Row, read_manifest, read_png
+from flowkit.runtime.media import FORMATS, MANIFEST, SHEET, Row, read_manifest
 from flowkit.types import Media, Scores
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SCORES = "scores.jsonl"
+_ENDINGS = (*FORMATS, MP4)
 
 
 @dataclass(frozen=True)
@@ -91,13 +93,13 @@ def score_folder(
     """Score every picture of a folder with a manifest, or of any folder with a prompt file, and write `out`.
 
     Args:
-        folder: pictures; with `manifest.jsonl`, those it lists.
+        folder: pictures, or clips (.mp4); with `manifest.jsonl`, those it lists.
         weights: rewards by name.
         prompts: a prompt file (or builtin:NAME), one prompt a picture in the order of the file names; only
             for a folder without a manifest.
         out: the file to write, scores.jsonl in the folder if None; whole or absent.
         workers: processes that score, 0 for none but this.
-        batch: pictures in one call of a reward.
+        batch: pictures, or frames of clips, in one call of a reward.
         force: overwrite `out`.
         progress: told how many pictures of how many have been scored.
 
@@ -147,11 +149,11 @@ def rows_of(folder: Path, prompts: str | Path | None) -> list[Row]:
             raise UsageError(f"{folder} has a {MANIFEST}, which says the prompts: leave out --prompts")
         return read_manifest(folder)
     files = sorted(
-        (path.name for path in folder.iterdir() if path.suffix.lower() in FORMATS and path.name != SHEET),
+        (path.name for path in folder.iterdir() if path.suffix.lower() in _ENDINGS and path.name != SHEET),
         key=_numbers_as_numbers,
     )
     if not files:
-        raise UsageError(f"{folder}: the folder holds no pictures ({', '.join(FORMATS)})")
+        raise UsageError(f"{folder}: the folder holds no pictures ({', '.join(_ENDINGS)})")
     if prompts is None:
         raise UsageError(f"{folder}: no {MANIFEST}; give the prompts of its pictures with --prompts FILE")
     asked = read_prompts(prompts)
@@ -187,7 +189,7 @@ def _scored(
 ) -> Iterator[tuple[Sequence[Row], dict[str, Scores]]]:
     """Batches in order, reading at most a few ahead of the workers so that memory stays bounded."""
     waiting: deque[tuple[Sequence[Row], Future[dict[str, Scores]]]] = deque()
-    for part, pixels in _batches(folder, rows, pool.batch):
+    for part, pixels in batches_of(folder, rows, pool.batch):
         waiting.append((part, pool.submit(Media(pixels), [row.as_prompt() for row in part])))
         if len(waiting) > 2 * max(1, pool.workers):
             done, future = waiting.popleft()
@@ -196,20 +198,20 @@ def _scored(
         yield done, future.result()
 
 
-def _batches(folder: Path, rows: Sequence[Row], batch: int) -> Iterator[tuple[Sequence[Row], Tensor]]:
-    """Up to `batch` neighbours of one size: the rows and their pixels [B, 1, 3, H, W]."""
+def batches_of(folder: Path, rows: Sequence[Row], batch: int) -> Iterator[tuple[Sequence[Row], Tensor]]:
+    """Neighbours of one size, up to `batch` frames of them: the rows and their pixels [B, F, 3, H, W]."""
     import torch
 
     part: list[Row] = []
     held: list[Tensor] = []
     for row in rows:
-        pixels = read_png(folder / row.file).pixels
-        if held and (len(held) == batch or pixels.shape != held[0].shape):
-            yield part, torch.stack(held)[:, None]
+        pixels = read_media(folder / row.file)
+        if held and ((len(held) + 1) * len(pixels) > batch or pixels.shape != held[0].shape):
+            yield part, torch.stack(held)
             part, held = [], []
         part.append(row)
         held.append(pixels)
-    yield part, torch.stack(held)[:, None]
+    yield part, torch.stack(held)
 
 
 def _line(row: Row, i: int, scores: Mapping[str, Scores], sums: Tensor) -> dict[str, Any]:

@@ -121,6 +121,46 @@ def sd3_transformer() -> Any:
     )
 
 
+def umt5(width: int) -> Any:
+    """A byte-level UMT5 encoder."""
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    return UMT5EncoderModel(
+        UMT5Config(
+            vocab_size=384,
+            d_model=width,
+            d_kv=8,
+            d_ff=48,
+            num_layers=2,
+            num_heads=4,
+            dropout_rate=0.0,
+            feed_forward_proj="gated-gelu",
+        )
+    )
+
+
+def wan_vae() -> Any:
+    """AutoencoderKLWan, f8 in space and f4 in time, 16 channels."""
+    from diffusers import AutoencoderKLWan
+
+    return AutoencoderKLWan(base_dim=8, z_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1)
+
+
+def wan_transformer() -> Any:
+    """WanTransformer3DModel of two blocks."""
+    from diffusers import WanTransformer3DModel
+
+    return WanTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        text_dim=WIDTH,
+        freq_dim=32,
+        ffn_dim=48,
+        num_layers=2,
+        rope_max_seq_len=32,
+    )
+
+
 def _write(folder: Path, pipeline: str, parts: dict[str, tuple[str, Any]], dtype: torch.dtype) -> Path:
     """Save every part in its folder, and the index."""
     index: dict[str, Any] = {"_class_name": pipeline, "_diffusers_version": "0.35.0"}
@@ -196,11 +236,33 @@ def write_sd3(
         return _write(folder, "StableDiffusion3Pipeline", parts, dtype)
 
 
+def write_wan(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """A complete WanPipeline folder, with the scheduler of the published ones."""
+    from diffusers import UniPCMultistepScheduler
+    from transformers import ByT5Tokenizer
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        scheduler = UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+        )
+        parts: dict[str, tuple[str, Any]] = {
+            "scheduler": ("diffusers", scheduler),
+            "text_encoder": ("transformers", umt5(WIDTH)),
+            "tokenizer": ("transformers", ByT5Tokenizer(model_max_length=T5_LENGTH)),
+            "transformer": ("diffusers", wan_transformer()),
+            "vae": ("diffusers", wan_vae()),
+        }
+        _shake(parts)
+        return _write(folder, "WanPipeline", parts, dtype)
+
+
 BUNDLES: dict[str, Callable[[Path], Path]] = {
     "flux": write_flux,
     "flux-unguided": lambda folder: write_flux(folder, guidance_embeds=False),
     "sd3": write_sd3,
     "sd3-no-t5": lambda folder: write_sd3(folder, with_t5=False),
+    "wan": write_wan,
 }
 
 

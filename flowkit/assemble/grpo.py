@@ -19,10 +19,10 @@ from flowkit.rewards.pool import RewardPool
 from flowkit.rollout import Walk
 from flowkit.run import drive
 from flowkit.runtime import dist as processes
+from flowkit.runtime.clips import save_sheet, thumbnail
 from flowkit.runtime.dist import Dist
 from flowkit.runtime.folder import HARMLESS, open_folder
 from flowkit.runtime.log import Metrics, check
-from flowkit.runtime.media import contact_sheet, save_png
 from flowkit.runtime.progress import Progress
 from flowkit.trainers.grpo import World, logp_floor, train
 from flowkit.trainers.state import LearningRate, TrainState, Weights
@@ -133,9 +133,11 @@ def run(resolved: Resolved[GrpoConfig], *, resume: Path | None, fresh: bool, for
                     for part, media in draw(
                         model, lambda rows: conds([offset + i for i in rows]), jobs, recipe, cfg.eval.batch
                     ):
-                        shown += [(f"{weights} {i}", media.pixels[n, 0]) for n, (i, _) in enumerate(part)]
-            sheet = contact_sheet([p for _, p in shown], len(jobs), [label for label, _ in shown])
-            save_png(path, sheet, {"prompts": [test_prompts[i].text for i, _ in jobs], "step": state.step})
+                        shown += [
+                            (f"{weights} {i}", thumbnail(media.pixels[n])) for n, (i, _) in enumerate(part)
+                        ]
+            about = {"prompts": [test_prompts[i].text for i, _ in jobs], "step": state.step}
+            save_sheet(path, [p for _, p in shown], len(jobs), [label for label, _ in shown], about)
 
         drive(
             ({**row, "logp_floor": floor} for row in train(world, walk, cfg, state, dist)),

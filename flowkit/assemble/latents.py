@@ -70,15 +70,25 @@ def make(model: FlowModel, cfg: DistillConfig, dist: Dist, told: Told) -> None:
         samples = range(k * cfg.data.shard, min((k + 1) * cfg.data.shard, cfg.data.count))
         rows = [n % len(prompts) for n in samples]
         parts = []
-        for part in (range(i, min(i + cfg.data.batch, len(rows))) for i in range(0, len(rows), cfg.data.batch)):
+        for part in (
+            range(i, min(i + cfg.data.batch, len(rows))) for i in range(0, len(rows), cfg.data.batch)
+        ):
             jobs = [(rows[i], cfg.seed + 1 + samples[i] // len(prompts)) for i in part]
             parts += [x0.cpu() for _, x0 in draw_latents(model, conds, jobs, recipe, cfg.data.batch)]
             done += len(part)
-            told(done, sum(len(range(j * cfg.data.shard, min((j + 1) * cfg.data.shard, cfg.data.count))) for j in missing))
+            told(
+                done,
+                sum(
+                    len(range(j * cfg.data.shard, min((j + 1) * cfg.data.shard, cfg.data.count)))
+                    for j in missing
+                ),
+            )
         latents = torch.cat(parts)
         if not latents.isfinite().all():
             bad = int((~latents.flatten(1).isfinite().all(1)).sum())
-            raise UserError(f"the teacher made {bad} latents of {len(latents)} that are not finite; use dtype=float32")
+            raise UserError(
+                f"the teacher made {bad} latents of {len(latents)} that are not finite; use dtype=float32"
+            )
         write_shard(shard_path(folder, k), latents, [prompts[i].text for i in rows], about)
     dist.gather_objects(None)  # all shards are there from here on
 
@@ -95,16 +105,19 @@ def encode_media(model: FlowModel, cfg: DistillConfig, dist: Dist, told: Told) -
     about = about_of(model, {"size": str(cfg.pixels), "files": [row.file for row in rows]})
     folder = source / f"latents-{model.family}-{cfg.pixels}"
     starts = range(0, len(rows), cfg.data.shard)
-    missing = dist.on_main(
-        lambda: [k for k in range(len(starts)) if not there(shard_path(folder, k), about)]
-    )
+    missing = dist.on_main(lambda: [k for k in range(len(starts)) if not there(shard_path(folder, k), about)])
     for count, k in enumerate(missing[dist.rank :: dist.world]):
         some = rows[starts[k] : starts[k] + cfg.data.shard]
         parts = []
         for part, pixels in batches_of(source, some, cfg.data.batch):
-            if tuple(pixels.shape[-2:]) != (cfg.pixels.height, cfg.pixels.width) or pixels.shape[1] != cfg.pixels.frames:
+            if (
+                tuple(pixels.shape[-2:]) != (cfg.pixels.height, cfg.pixels.width)
+                or pixels.shape[1] != cfg.pixels.frames
+            ):
                 found = f"{pixels.shape[-1]}x{pixels.shape[-2]}x{pixels.shape[1]}"
-                raise UserError(f"{source / part[0].file} is {found}, but size is {cfg.pixels}: scale it first")
+                raise UserError(
+                    f"{source / part[0].file} is {found}, but size is {cfg.pixels}: scale it first"
+                )
             parts.append(model.encode_media(pixels).cpu())
         write_shard(shard_path(folder, k), torch.cat(parts), [row.prompt for row in some], about)
         told(count + 1, len(missing))

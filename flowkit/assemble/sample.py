@@ -1,10 +1,10 @@
-"""`flowkit sample`: prompts to a folder of pictures."""
+"""`flowkit sample`: prompts to a folder of pictures or clips."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +16,13 @@ from flowkit.generate import Recipe, draw, grid_of
 from flowkit.models import load, lora
 from flowkit.models.bundle import Defaults
 from flowkit.models.text import encode_all
+from flowkit.runtime.clips import FPS, MP4, save_mp4, save_sheet, thumbnail
 from flowkit.runtime.device import pick
 from flowkit.runtime.files import disk_errors, remove, write_json
-from flowkit.runtime.media import (
-    MANIFEST,
-    SHEET,
-    Row,
-    append_row,
-    contact_sheet,
-    picture_name,
-    read_manifest,
-    save_png,
-)
+from flowkit.runtime.media import MANIFEST, SHEET, Row, append_row, picture_name, read_manifest, save_png
 from flowkit.types import Prompt, Size
 
-ON_SHEET = 64
+ON_SHEET, CLIPS_ON_SHEET = 64, 16
 
 
 @dataclass(frozen=True)
@@ -39,8 +31,11 @@ class Ask:
 
     Attributes:
         model: name or path; None takes the base that `lora` names, else the embedded model.
-        steps, guidance, size: None for the model's own.
+        steps, guidance: None for the model's own.
+        size: width and height in pixels (its frames do not count), None for the model's own.
+        frames: of a clip, 1 for a picture, None for the model's own.
         images: pictures a prompt, with seeds seed, seed + 1, ...
+        fps: frames a second of clips, None for 16.
     """
 
     model: str | None
@@ -59,6 +54,8 @@ class Ask:
     batch: int
     dtype: str
     device: str
+    frames: int | None = None
+    fps: int | None = None
 
 
 def sample(
@@ -72,7 +69,8 @@ def sample(
     """Draw every prompt and write pictures, manifest and contact sheet; returns what was done, fit for JSON.
 
     Raises:
-        UsageError: a size that the model cannot make, a folder that holds pictures already.
+        UsageError: a size that the model cannot make, frames a second of a picture, a folder that holds
+            pictures already.
         UserError: missing or broken weights, a LoRA that fits nothing, a full disk.
     """
     base = ask.model or base_of(ask.lora or ask.weights) or "builtin:tiny-flux"
@@ -80,6 +78,9 @@ def sample(
     own = model.bundle.defaults(model.family)
     recipe = recipe_of(ask, own, trained_for(ask.lora or ask.weights))
     model.check_size(recipe.size)
+    moving = recipe.size.frames > 1
+    if ask.fps is not None and not moving:
+        raise UsageError(f"--fps goes with clips, and {recipe.size} is a picture.")
     grid = grid_of(model, recipe.steps, recipe.size, recipe.schedule, recipe.settings)
     check_folder(out, force)
     if ask.weights is not None:
@@ -89,7 +90,9 @@ def sample(
     table = encode_all(model, [p.text for p in prompts], cache_folder())
     take_folder(out)
     jobs = [(n, ask.seed + k) for n in range(len(prompts)) for k in range(ask.images)]
+    fps = ask.fps or FPS
     about = {"model": base, "lora": ask.lora, "weights": ask.weights, **recipe.as_dict()}
+    about |= {"fps": fps} if moving else {}
     begun, bad = time.perf_counter(), 0
     shown: list[tuple[str, Tensor]] = []
     # Noise is addressed by the prompt's index in its own file, so a part of a file draws the same pictures.
@@ -101,17 +104,20 @@ def sample(
     ):
         for (index, seed), pixels, ok in zip(part, media.pixels, media.ok.tolist(), strict=True):
             prompt = prompts[rows[index]]
-            name = picture_name(index, seed)
+            name = picture_name(index, seed, MP4 if moving else ".png")
             text = {"prompt": prompt.text, "flowkit": {**about, "index": index, "seed": seed}}
-            save_png(out / name, pixels[0], text)
+            if moving:
+                save_mp4(out / name, pixels, text, fps)
+            else:
+                save_png(out / name, pixels[0], text)
             append_row(out, Row(name, prompt.text, index, seed, prompt.target, prompt.meta))
             bad += not ok
-            if len(shown) < ON_SHEET:
-                shown.append((f"{index} {prompt.text}", pixels[0]))
+            if len(shown) < (CLIPS_ON_SHEET if moving else ON_SHEET):
+                shown.append((f"{index} {prompt.text}", thumbnail(pixels)))
         done += len(part)
         progress(done, len(jobs), time.perf_counter() - begun)
     columns = max(1, min(ask.images if ask.images > 1 else 8, 8))
-    save_png(out / SHEET, contact_sheet([p for _, p in shown], columns, [label for label, _ in shown]))
+    save_sheet(out / SHEET, [p for _, p in shown], columns, [label for label, _ in shown], fps=fps)
     seconds = time.perf_counter() - begun
     report = {
         "folder": str(out),
@@ -135,7 +141,7 @@ def recipe_of(ask: Ask, own: Defaults, trained: dict[str, Any]) -> Recipe:
     guidance = trained.get("guidance", own.guidance) if ask.guidance is None else ask.guidance
     return Recipe(
         steps=ask.steps or trained.get("steps", own.steps),
-        size=ask.size or own.size,
+        size=replace(ask.size or own.size, frames=ask.frames or own.size.frames),
         guidance=guidance,
         law=ask.law,
         level=ask.level,
@@ -167,7 +173,7 @@ def base_of(weights: str | None) -> str | None:
 
 def check_folder(out: Path, force: bool) -> None:
     """Refuse a folder with pictures in it, unless they are to be replaced."""
-    if not force and ((out / MANIFEST).exists() or any(out.glob("*.png"))):
+    if not force and ((out / MANIFEST).exists() or any(out.glob("*.png")) or any(out.glob(f"*{MP4}"))):
         raise UsageError(f"{out} holds pictures already: name another folder, or replace them with --force")
 
 

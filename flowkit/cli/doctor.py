@@ -24,6 +24,7 @@ REQUIRED = (
     "huggingface-hub",
     "numpy",
     "pillow",
+    "imageio-ffmpeg",
     "pydantic",
     "pyyaml",
     "rich",

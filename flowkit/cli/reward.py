@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 def command(
-    folder: Annotated[Path, typer.Argument(help="Pictures, with manifest.jsonl or with --prompts.")],
+    folder: Annotated[
+        Path, typer.Argument(help="Pictures or .mp4 clips, with manifest.jsonl or with --prompts.")
+    ],
     reward: Annotated[
         list[str],
         typer.Option(
@@ -33,7 +35,7 @@ def command(
         Path | None, typer.Option(help="Where to write; FOLDER/scores.jsonl if not given.")
     ] = None,
     workers: Annotated[int, typer.Option(min=0, help="Processes that score; 0 for none but this.")] = 1,
-    batch: Annotated[int, typer.Option(min=1, help="Pictures in one call of a reward.")] = 32,
+    batch: Annotated[int, typer.Option(min=1, help="Pictures, or frames, in one call of a reward.")] = 32,
     max_failed: Annotated[
         float, typer.Option(min=0, max=1, help="Share of pictures that may stay without a score.")
     ] = 0.2,

@@ -1,17 +1,18 @@
-"""`flowkit sample`: pictures of prompts."""
+"""`flowkit sample`: pictures or clips of prompts."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from flowkit.errors import UsageError
-from flowkit.types import Prompt
+from flowkit.types import Prompt, Size
 
 
 def command(
@@ -45,7 +46,20 @@ def command(
         float | None, typer.Option(min=0.001, help="Static shift (implies --schedule static).")
     ] = None,
     size: Annotated[
-        str | None, typer.Option(help="WIDTHxHEIGHT in pixels; the model's own if not given.")
+        str | None, typer.Option(help="WxH in pixels, or WxHxFRAMES; the model's own if not given.")
+    ] = None,
+    resolution: Annotated[
+        str | None, typer.Option(help="480p or 720p, with --aspect, instead of --size.")
+    ] = None,
+    aspect: Annotated[str | None, typer.Option(help="1:1, 4:3, 3:4, 16:9 (if not given) or 9:16.")] = None,
+    frames: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=9999, help="Frames of a clip, 1 for a picture; the model's own if not given."
+        ),
+    ] = None,
+    fps: Annotated[
+        int | None, typer.Option(min=1, max=240, help="Frames a second of clips; 16 if not given.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the first picture of each prompt.")] = 0,
     batch: Annotated[int, typer.Option(min=1, help="Pictures in one call; changes nothing but speed.")] = 16,
@@ -55,9 +69,9 @@ def command(
     force: Annotated[bool, typer.Option("--force", help="Replace pictures that are there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of a sentence.")] = False,
 ) -> None:
-    """Draw pictures: PNGs with their recipe inside, manifest.jsonl and a contact sheet."""
+    """Draw pictures or clips: PNGs or MP4s with their recipe inside, manifest.jsonl and a contact sheet."""
     from flowkit.config.grpo import LEVELS
-    from flowkit.config.sections import SCHEDULE_SETTINGS, parse_size
+    from flowkit.config.sections import SCHEDULE_SETTINGS
     from flowkit.data.prompts import read
 
     if (prompt is None) == (prompts is None):
@@ -90,10 +104,7 @@ def command(
         )
     if law != "ode" and solver != "euler":
         raise UsageError(f"--solver {solver} solves --law ode; a noisy law has its own steps.")
-    try:
-        pixels = None if size is None else parse_size(size)
-    except ValueError as error:
-        raise UsageError(f"--size: {error}.") from None
+    pixels, frames = _size(size, resolution, aspect, frames)
     asked = (
         read(prompts)[:limit]
         if prompts is not None
@@ -123,6 +134,8 @@ def command(
             batch=batch,
             dtype=dtype,
             device=device,
+            frames=frames,
+            fps=fps,
         ),
         asked,
         out,
@@ -137,7 +150,8 @@ def command(
         typer.echo(json.dumps(report))
     else:
         typer.echo(
-            f"{report['pictures']} pictures in {report['folder']} ({report['images_per_second']:.3g} a second)"
+            f"{report['pictures']} {'clips' if 'fps' in report else 'pictures'} in {report['folder']} "
+            f"({report['images_per_second']:.3g} a second)"
         )
     if report["black_or_nan"] == report["pictures"]:
         raise typer.Exit(1)
@@ -151,6 +165,33 @@ def _progress(done: int, of: int, seconds: float) -> None:
         typer.echo(
             f"\r{done}/{of} pictures, {rate:.3g} a second, {left:.0f} s left " + end, err=True, nl=False
         )
+
+
+def _size(
+    size: str | None, resolution: str | None, aspect: str | None, frames: int | None
+) -> tuple[Size | None, int | None]:
+    """Width and height, and frames, as the four options give them; None is the model's own."""
+    from flowkit.config.sections import RESOLUTIONS, parse_size
+
+    if resolution is not None:
+        if size is not None:
+            raise UsageError("Give one of --size and --resolution.")
+        _one_of("--resolution", resolution, RESOLUTIONS)
+        _one_of("--aspect", aspect or "16:9", RESOLUTIONS[resolution])
+        return RESOLUTIONS[resolution][aspect or "16:9"], frames
+    if aspect is not None:
+        raise UsageError("--aspect goes with --resolution.")
+    if size is None:
+        return None, frames
+    try:
+        pixels = parse_size(size)
+    except ValueError as error:
+        raise UsageError(f"--size: {error}.") from None
+    if size.count("x") == 1:
+        return pixels, frames
+    if frames not in (None, pixels.frames):
+        raise UsageError(f"--size {size} and --frames {frames} say different numbers of frames.")
+    return replace(pixels, frames=1), pixels.frames
 
 
 def _one_of(option: str, value: str, known: Iterable[str]) -> None:

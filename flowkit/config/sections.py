@@ -206,15 +206,42 @@ class RunConfig(Section):
 
 
 def parse_size(text: str) -> Size:
-    """WIDTHxHEIGHT in pixels as numbers, each from 8 to 16384; ValueError with the fix for anything else.
+    """WIDTHxHEIGHT in pixels, or WIDTHxHEIGHTxFRAMES of a clip, as numbers; without frames it is one picture.
+
+    Width and height go from 8 to 16384, frames from 1 to 9999; ValueError with the fix for anything else.
 
     >>> parse_size("96x32")
     Size(width=96, height=32, frames=1)
+    >>> str(parse_size("832x480x81"))
+    '832x480x81'
     """
-    match = re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})", text)
+    match = re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})(?:x([0-9]{1,5}))?", text)
     if match is None:
-        raise ValueError(f"size {text!r} is not WIDTHxHEIGHT in pixels, such as 512x512")
-    width, height = int(match[1]), int(match[2])
-    if not (8 <= width <= 16384 and 8 <= height <= 16384):
-        raise ValueError(f"size {text!r} is out of range; width and height go from 8 to 16384 pixels")
-    return Size(width, height)
+        raise ValueError(
+            f"size {text!r} is not WIDTHxHEIGHT in pixels, such as 512x512, "
+            "nor WIDTHxHEIGHTxFRAMES, such as 832x480x81"
+        )
+    width, height, frames = int(match[1]), int(match[2]), int(match[3] or 1)
+    if not (8 <= width <= 16384 and 8 <= height <= 16384 and 1 <= frames <= 9999):
+        raise ValueError(
+            f"size {text!r} is out of range; width and height go from 8 to 16384 pixels, frames from 1 to 9999"
+        )
+    return Size(width, height, frames)
+
+
+RESOLUTIONS: dict[str, dict[str, Size]] = {  # name: aspect: pixels
+    "480p": {
+        "1:1": Size(640, 640),
+        "4:3": Size(640, 480),
+        "3:4": Size(480, 640),
+        "16:9": Size(832, 480),
+        "9:16": Size(480, 832),
+    },
+    "720p": {
+        "1:1": Size(960, 960),
+        "4:3": Size(960, 720),
+        "3:4": Size(720, 960),
+        "16:9": Size(1280, 720),
+        "9:16": Size(720, 1280),
+    },
+}

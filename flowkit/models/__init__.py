@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 FAMILIES: dict[str, str] = {
     "FluxPipeline": "flowkit.models.flux:Flux",
     "StableDiffusion3Pipeline": "flowkit.models.sd3:StableDiffusion3",
+    "WanPipeline": "flowkit.models.wan:Wan",
 }
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -121,7 +122,14 @@ class FlowModel(Protocol):
         ...
 
     def decode(self, x0: Tensor) -> Media:
-        """Pictures of latents [B, ...], decoded in slices, on the CPU."""
+        """Pictures or clips of latents [B, ...], decoded in slices, on the CPU."""
+        ...
+
+    def encode_media(self, pixels: Tensor) -> Tensor:
+        """Latents [B, ...] float32 of pixels [B, F, 3, H, W] in [0, 1]: the posterior's mean, on the model's device.
+
+        Raises UsageError for a size that the family cannot make.
+        """
         ...
 
 
@@ -129,7 +137,7 @@ def adapter(bundle: Bundle) -> Any:
     """The adapter class of a bundle's family.
 
     Raises:
-        UserError: a pipeline of no known family.
+        UserError: a pipeline of no known family, or an index that asks for what its family does not do here.
     """
     if bundle.pipeline not in FAMILIES:
         raise UserError(
@@ -137,7 +145,11 @@ def adapter(bundle: Bundle) -> Any:
             f"flowkit knows {', '.join(FAMILIES)}."
         )
     module, name = FAMILIES[bundle.pipeline].split(":")
-    return getattr(importlib.import_module(module), name)
+    cls = getattr(importlib.import_module(module), name)
+    for key, reason in getattr(cls, "unsupported", {}).items():
+        if bundle.index.get(key) not in (None, False, [None, None]):
+            raise UserError(f"The model_index.json of {bundle.name} sets {key}: {reason}.")
+    return cls
 
 
 def load(

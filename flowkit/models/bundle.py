@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowkit.config.sections import parse_size
 from flowkit.errors import UsageError, UserError
 from flowkit.models import files
 from flowkit.types import Size
@@ -40,6 +41,7 @@ class Defaults:
 FAMILY_DEFAULTS: Mapping[str, Defaults] = {
     "flux": Defaults(Size(1024, 1024), 28, 3.5),
     "sd3": Defaults(Size(1024, 1024), 28, 4.5),
+    "wan": Defaults(Size(832, 480, 81), 50, 5.0),
 }
 
 
@@ -193,8 +195,7 @@ class Bundle:
             return FAMILY_DEFAULTS[family]
         found = self._told(lambda: files.read_json(path))
         try:
-            width, height = (int(n) for n in found["size"].split("x"))
-            return Defaults(Size(width, height), int(found["steps"]), float(found["guidance"]))
+            return Defaults(parse_size(found["size"]), int(found["steps"]), float(found["guidance"]))
         except (KeyError, ValueError, TypeError, AttributeError):
             raise UserError(f"{path} needs size, steps and guidance; {self.advice}.") from None
 

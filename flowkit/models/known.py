@@ -3,8 +3,9 @@
 Where the numbers come from: the sizes are those of the config.json files that the models were published with,
 as diffusers' conversion scripts and the model cards state them (FLUX.1-dev: 19 double and 38 single blocks of
 width 3072; SD3.5 medium: 24 blocks of width 1536, 13 with a second attention; SD3.5 large: 38 blocks of width
-2432). Only what sets parameter counts, sizes and times stands here; parameter counts are not written down but
-counted on the meta device from the real classes, and a test compares them with the published ones.
+2432; Wan 2.1 1.3B: 30 blocks of width 1536; 14B: 40 of width 5120). Only what sets parameter counts, sizes and
+times stands here; parameter counts are not written down but counted on the meta device from the real classes,
+and a test compares them with the published ones.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ _SD3: dict[str, Any] = {
     "pooled_projection_dim": 2048,
     "qk_norm": "rms_norm",
 }
+_UMT5_XXL: dict[str, Any] = {**_T5_XXL, "vocab_size": 256384}
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,28 @@ def _sd3(transformer: dict[str, Any]) -> Known:
     )
 
 
+def _wan(transformer: dict[str, Any]) -> Known:
+    return Known(
+        "WanPipeline",
+        {
+            "transformer": {"attention_head_dim": 128, "text_dim": 4096, "freq_dim": 256, **transformer},
+            "vae": {
+                "base_dim": 96,
+                "dim_mult": [1, 2, 4, 4],
+                "num_res_blocks": 2,
+                "temperal_downsample": [False, True, True],
+                "z_dim": 16,
+            },
+            "text_encoder": _UMT5_XXL,
+            "scheduler": {"use_flow_sigmas": True, "flow_shift": 3.0},
+        },
+        {"tokenizer": 512},
+    )
+
+
 KNOWN: dict[str, Known] = {
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": _wan({"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}),
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": _wan({"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40}),
     "black-forest-labs/FLUX.1-dev": Known(
         "FluxPipeline",
         {

@@ -161,3 +161,8 @@ class StableDiffusion3:
     def decode(self, x0: Tensor) -> Media:
         """Pictures [B, 1, 3, H, W]."""
         return parts.decode(self.vae, x0, self.decode_batch)
+
+    def encode_media(self, pixels: Tensor) -> Tensor:
+        """Latents [B, C, h, w] of pictures [B, 1, 3, H, W]: the posterior's mean."""
+        self.check_size(Size(pixels.shape[-1], pixels.shape[-2], pixels.shape[1]))
+        return parts.encode(self.vae, pixels, self.decode_batch, clips=False)

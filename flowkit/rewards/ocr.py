@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from flowkit.errors import UsageError, UserError
+from flowkit.errors import UsageError
 from flowkit.rewards import require
 from flowkit.types import Media, Prompt, Scores
 
@@ -34,6 +34,7 @@ class Ocr:
 
     Small single-line pictures go straight to the recogniser; others through detection first, all lines
     joined in reading order. Details say `read`, `target`, `exact`, `mode` (line or detect) and `confidence`.
+    A clip scores the mean of its frames; it is exact if every frame is, and `read` has an entry a frame.
     """
 
     def __init__(self) -> None:
@@ -56,14 +57,14 @@ class Ocr:
             )
 
     def __call__(self, media: Media, prompts: Sequence[Prompt]) -> Scores:
-        """Scores in [0, 1]; nan where the prompt has no text to look for. UserError for clips."""
+        """Scores in [0, 1]; nan where the prompt has no text to look for."""
         import torch
 
-        if media.pixels.shape[1] != 1:
-            raise UserError(f"reward 'ocr' reads pictures, not clips of {media.pixels.shape[1]} frames")
-        pictures = (media.pixels[:, 0] * 255).round().clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()
+        frames = media.pixels.shape[1]
+        pictures = (media.pixels.flatten(0, 1) * 255).round().clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()
         readings = self.reader.read(list(pictures[..., ::-1]))  # RapidOCR takes BGR, as OpenCV does
-        details = [_judge(reading, prompt) for reading, prompt in zip(readings, prompts, strict=True)]
+        judged = [_judge(reading, prompts[i // frames]) for i, reading in enumerate(readings)]
+        details = [_joined(judged[i : i + frames]) for i in range(0, len(judged), frames)]
         return Scores(torch.tensor([detail.pop("score") for detail in details]), details)
 
 
@@ -111,6 +112,18 @@ def _judge(reading: dict[str, Any], prompt: Prompt) -> dict[str, Any]:
     read = reading["read"]
     score = similarity(read, target)
     return reading | {"score": score, "target": target, "exact": normal(read) == normal(target)}
+
+
+def _joined(frames: list[dict[str, Any]]) -> dict[str, Any]:
+    """The details of a clip from those of its frames."""
+    if len(frames) == 1:
+        return frames[0]
+    joined = frames[0] | {
+        "score": math.fsum(frame["score"] for frame in frames) / len(frames),
+        "read": [frame["read"] for frame in frames],
+        "confidence": round(math.fsum(frame["confidence"] for frame in frames) / len(frames), 4),
+    }
+    return joined | ({"exact": all(frame["exact"] for frame in frames)} if "exact" in joined else {})
 
 
 class Reader:

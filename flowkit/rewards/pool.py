@@ -54,7 +54,7 @@ class RewardPool:
     Args:
         weights: the rewards by name; the weights are those of `total`.
         workers: processes. A script that makes a pool with any needs the `if __name__ == "__main__"` guard.
-        batch: pictures in one call of a reward.
+        batch: pictures, or frames of clips, in one call of a reward.
     """
 
     def __init__(self, weights: Mapping[str, float], workers: int = 1, batch: int = 32) -> None:
@@ -88,7 +88,8 @@ class RewardPool:
     def submit(self, media: Media, prompts: Sequence[Prompt]) -> Future[dict[str, Scores]]:
         """Start scoring media [B, F, 3, H, W] against B prompts: a future of Scores [B] by reward.
 
-        A batch may be of any size: it is cut into calls of `batch` pictures, shared among the workers.
+        A batch may be of any size: it is cut into calls of `batch` frames (at least one clip), shared among
+        the workers.
         """
         if self._closed:
             raise RuntimeError("submit on a closed RewardPool")
@@ -96,7 +97,8 @@ class RewardPool:
             raise ValueError(f"{len(media)} pictures but {len(prompts)} prompts")
         pixels = (media.pixels.nan_to_num(0.0) * 255).round().clamp(0, 255).byte().cpu()
         fit = (media.ok.cpu() & (pixels.flatten(1).amax(1) > 0)).nonzero()[:, 0].tolist()
-        chunks = [fit[i : i + self.batch] for i in range(0, len(fit), self.batch)]
+        size = max(1, self.batch // pixels.shape[1])
+        chunks = [fit[i : i + size] for i in range(0, len(fit), size)]
         gathering = _Gathering(len(media), len(chunks), self._finish)
         for chunk in chunks:
             job = _Job(chunk, pixels[chunk].contiguous().numpy(), [prompts[i] for i in chunk], gathering)

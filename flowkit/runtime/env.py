@@ -12,6 +12,7 @@ from typing import Any
 
 _PACKAGES = (
     "flowkit", "torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "numpy", "pillow",
+    "imageio-ffmpeg",
     "rapidocr", "onnxruntime", "rapidfuzz",
 )  # fmt: skip
 

@@ -58,13 +58,13 @@ class Row:
         return Prompt(self.prompt, self.index, self.target, self.meta, self.where)
 
 
-def picture_name(index: int, seed: int) -> str:
-    """The file name of a picture: never made from the prompt.
+def picture_name(index: int, seed: int, ending: str = ".png") -> str:
+    """The file name of a picture, or of a clip (.mp4): never made from the prompt.
 
     >>> picture_name(7, 42)
     '00007-42.png'
     """
-    return f"{index:05d}-{seed}.png"
+    return f"{index:05d}-{seed}{ending}"
 
 
 def make_folder(folder: Path) -> None:

@@ -20,7 +20,7 @@ from tests import tiny
 def test_counts_sizes_and_times_are_those_of_the_loaded_model(name: str) -> None:
     said = describe(str(tiny.bundle(name)))
     model = load(str(tiny.bundle(name)))
-    size = Size(64, 32)
+    size = Size(64, 32, 5 if name == "wan" else 1)
     assert said.family == model.family
     assert said.parameters["transformer"] == sum(p.numel() for p in model.net.parameters())
     assert said.parameters["vae"] == sum(p.numel() for p in model.vae.parameters())  # type: ignore[attr-defined]
@@ -38,11 +38,14 @@ def test_no_weight_is_read(tmp_path: Path) -> None:
     assert describe(str(folder)).parameters["transformer"] > 0
 
 
-# the counts that the models' publishers and users state: 11.9 B, 2.2 B and 8.1 B, T5-XXL's encoder 4.76 B
+# the counts that the models' publishers and users state: 11.9 B, 2.2 B, 8.1 B, 1.42 B and 14.3 B, T5-XXL's
+# encoder 4.76 B, UMT5-XXL's 5.68 B, Wan's autoencoder 127 M
 PUBLISHED = {
     "black-forest-labs/FLUX.1-dev": ("flux", 11_901_408_320, 512, [1.0, 0.8492, 0.6525, 0.3849, 0.0]),
     "stabilityai/stable-diffusion-3.5-medium": ("sd3", 2_243_171_520, 333, [1.0, 0.9, 0.75, 0.5, 0.0]),
     "stabilityai/stable-diffusion-3.5-large": ("sd3", 8_056_627_520, 333, [1.0, 0.9, 0.75, 0.5, 0.0]),
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": ("wan", 1_418_996_800, 512, [1.0, 0.9, 0.75, 0.5, 0.0]),
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": ("wan", 14_288_491_584, 512, [1.0, 0.9, 0.75, 0.5, 0.0]),
 }
 
 
@@ -58,11 +61,16 @@ def test_known_models_are_described_with_no_file(
     assert said.folder is None
     assert said.family == family
     assert said.parameters["transformer"] == count
-    assert said.parameters["text_encoder_2" if family == "flux" else "text_encoder_3"] == 4_762_310_656
-    assert said.parameters["vae"] == 83_819_683
+    encoder = {"flux": "text_encoder_2", "sd3": "text_encoder_3", "wan": "text_encoder"}[family]
+    assert said.parameters[encoder] == (5_680_910_336 if family == "wan" else 4_762_310_656)
+    assert said.parameters["vae"] == (126_892_531 if family == "wan" else 83_819_683)
     assert said.text_tokens == tokens
     assert said.shape.multiple == 16
-    assert said.shape.latent_shape(Size(512, 512)) == (16, 64, 64)
+    if family == "wan":
+        assert said.shape.latent_shape(Size(832, 480, 81)) == (16, 21, 60, 104)
+        assert said.shape.tokens(Size(832, 480, 81)) == 32_760
+    else:
+        assert said.shape.latent_shape(Size(512, 512)) == (16, 64, 64)
     assert said.shape.schedule(4, Size(512, 512)).tolist() == pytest.approx(times, abs=5e-5)
 
 
@@ -106,6 +114,11 @@ def test_a_config_that_makes_no_network_is_named(tmp_path: Path) -> None:
         ("flux", Size(64, 32, 5), "64x32"),
         ("flux", Size(-64, 32), "16x32"),
         ("sd3", Size(4096, 32), "256x32"),
+        ("sd3", Size(64, 32, 5), "64x32"),
+        ("wan", Size(64, 32, 4), "64x32x5"),
+        ("wan", Size(70, 32, 11), "64x32x13"),
+        ("wan", Size(64, 32, 0), "64x32"),
+        ("wan", Size(4096, 32, 999), "512x32x125"),
     ],
 )
 def test_a_size_off_the_grid_is_refused_with_the_nearest(name: str, size: Size, near: str) -> None:
@@ -129,6 +142,7 @@ def test_legal_sizes_are_accepted_and_the_largest_works(name: str) -> None:
     ("scheduler", "expected"),
     [
         ({"shift": 3.0}, [1.0, 0.9, 0.75, 0.5, 0.0]),
+        ({"flow_shift": 3.0, "use_flow_sigmas": True}, [1.0, 0.9, 0.75, 0.5, 0.0]),
         ({}, [1.0, 0.75, 0.5, 0.25, 0.0]),
         ({"use_dynamic_shifting": True, "base_shift": 0.0, "max_shift": 0.0}, [1.0, 0.75, 0.5, 0.25, 0.0]),
         ({"shift": 3.0, "shift_terminal": 0.02}, [1.0, 0.804, 0.51, 0.02, 0.0]),
@@ -146,7 +160,11 @@ def test_the_times_are_those_of_the_scheduler_config(
 
 @pytest.mark.parametrize(
     "scheduler",
-    [{"use_karras_sigmas": True}, {"use_dynamic_shifting": True, "time_shift_type": "linear"}],
+    [
+        {"use_karras_sigmas": True},
+        {"use_dynamic_shifting": True, "time_shift_type": "linear"},
+        {"flow_shift": 3.0, "use_flow_sigmas": False},
+    ],
 )
 def test_a_scheduler_that_cannot_be_followed_is_named(scheduler: dict[str, object], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny.bundle("flux"), tmp_path / "model"))

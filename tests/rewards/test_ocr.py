@@ -8,7 +8,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from flowkit.assets.words import Sign, draw_sign, render
-from flowkit.errors import UsageError, UserError
+from flowkit.errors import UsageError
 from flowkit.rewards.ocr import Ocr, Reader, normal, quoted, reading_order, similarity, target_of
 from flowkit.types import Media, Prompt
 
@@ -153,9 +153,16 @@ def test_pictures_go_to_the_reader_as_bytes_in_the_order_blue_green_red() -> Non
     assert seen.pictures[0][0, 0].tolist() == [255, 128, 26]
 
 
-def test_clips_are_refused_in_a_sentence(ocr: Ocr) -> None:
-    with pytest.raises(UserError, match="pictures, not clips of 2 frames"):
-        ocr(Media(torch.ones(1, 2, 3, 32, 96)), [Prompt('"CAT"')])
+def test_a_clip_scores_the_mean_of_its_frames(ocr: Ocr) -> None:
+    frames = media(sign("CAT"), sign("DOG"), sign("CAT"), sign("CAT"))
+    clips = Media(frames.pixels.reshape(2, 2, *frames.pixels.shape[2:]))
+    alone = ocr(frames, [Prompt('"CAT"')] * 4).values
+    both = ocr(clips, [Prompt('"CAT"')] * 2)
+    assert both.values.tolist() == [(float(alone[0]) + float(alone[1])) / 2, 1.0]
+    assert both.values[0] < 1
+    assert [d["read"] for d in both.details] == [["CAT", "DOG"], ["CAT", "CAT"]]
+    assert [d["exact"] for d in both.details] == [False, True]
+    assert ocr(clips, [Prompt("none")] * 2).values.isnan().all()
 
 
 def test_boxes_are_read_line_by_line_even_when_a_line_is_uneven() -> None:
