@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from flowkit.assemble.common import cache_folder, inputs, model_of, prompt_files
+from flowkit.assemble.common import (
+    cache_folder,
+    harmless,
+    inputs,
+    model_of,
+    prepare,
+    prompt_files,
+    weights_of,
+)
 from flowkit.config.load import Resolved, dump
 from flowkit.config.schema import GrpoConfig
 from flowkit.evaluate.heldout import evaluate
@@ -21,18 +28,11 @@ from flowkit.run import drive
 from flowkit.runtime import dist as processes
 from flowkit.runtime.clips import save_sheet, thumbnail
 from flowkit.runtime.dist import Dist
-from flowkit.runtime.folder import HARMLESS, open_folder
+from flowkit.runtime.folder import open_folder
 from flowkit.runtime.log import Metrics, check
 from flowkit.runtime.progress import Progress
 from flowkit.trainers.grpo import World, logp_floor, train
 from flowkit.trainers.state import LearningRate, TrainState, Weights
-
-log = logging.getLogger(__name__)
-
-
-def harmless(cfg: GrpoConfig) -> frozenset[str]:
-    """Keys that a resumed run may change; the number of steps is none of them where the rate depends on it."""
-    return HARMLESS if cfg.optim.decay == "none" else HARMLESS - {"steps"}
 
 
 def run(resolved: Resolved[GrpoConfig], *, resume: Path | None, fresh: bool, force: bool) -> None:
@@ -59,7 +59,7 @@ def run(resolved: Resolved[GrpoConfig], *, resume: Path | None, fresh: bool, for
                 fresh=fresh,
                 force=force,
                 dist=dist,
-                harmless=harmless(cfg),
+                harmless=harmless(cfg.optim),
                 inputs=inputs(model, train_prompts),
             )
         )
@@ -157,33 +157,12 @@ def run(resolved: Resolved[GrpoConfig], *, resume: Path | None, fresh: bool, for
 
 
 def trained(model: FlowModel, cfg: GrpoConfig) -> Weights:
-    """Make the configured weights trainable, and say how they are written and read."""
+    """Make the configured weights trainable, keep what they are compared with, and say how they are written."""
+    prepare(model, cfg)
+    if cfg.train == "full" and cfg.policy.kl > 0:
+        lora.keep_reference(model)
     info = {"trained": {"algorithm": "grpo", "seed": cfg.seed}, "sampler": sampler_of(cfg)}
-    if cfg.train == "full":
-        lora.train_all(model)
-        if cfg.policy.kl > 0:
-            lora.keep_reference(model)
-        write, read, inside = lora.save_full, lora.load_full, "transformer"
-    else:
-        if cfg.lora.path is not None:
-            lora.load_lora(model, cfg.lora.path)
-            ranks = {p.shape[0] for name, p in lora.trainable(model).items() if ".lora_A." in name}
-            if ranks != {cfg.lora.rank}:
-                found = ", ".join(map(str, sorted(ranks)))
-                log.warning(
-                    "%s brings rank %s; lora.rank %d is not used", cfg.lora.path, found, cfg.lora.rank
-                )
-        else:
-            c = cfg.lora
-            lora.add_lora(model, c.rank, c.alpha, c.targets, c.dropout, cfg.seed)
-        write, read, inside = lora.save_lora, lora.load_lora, ""
-
-    def save(folder: Path, weights: str, step: int) -> None:
-        about = {**info, "weights": weights, "trained": {**info["trained"], "step": step}}
-        (folder / inside).mkdir(parents=True, exist_ok=True)
-        write(model, folder / inside, about)
-
-    return Weights(lora.trainable(model), save, lambda folder: read(model, folder / inside))
+    return weights_of(model, cfg, lora.trainable(model), info)
 
 
 def sampler_of(cfg: GrpoConfig) -> dict[str, object]:

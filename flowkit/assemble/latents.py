@@ -65,7 +65,7 @@ def make(model: FlowModel, cfg: DistillConfig, dist: Dist, told: Told) -> None:
     if not missing:
         return
     conds = table_of(model, [p.text for p in prompts], cfg, dist)
-    done = 0
+    done, whole = 0, sum(min(cfg.data.shard, cfg.data.count - j * cfg.data.shard) for j in missing)
     for k in missing[dist.rank :: dist.world]:
         samples = range(k * cfg.data.shard, min((k + 1) * cfg.data.shard, cfg.data.count))
         rows = [n % len(prompts) for n in samples]
@@ -76,13 +76,7 @@ def make(model: FlowModel, cfg: DistillConfig, dist: Dist, told: Told) -> None:
             jobs = [(rows[i], cfg.seed + 1 + samples[i] // len(prompts)) for i in part]
             parts += [x0.cpu() for _, x0 in draw_latents(model, conds, jobs, recipe, cfg.data.batch)]
             done += len(part)
-            told(
-                done,
-                sum(
-                    len(range(j * cfg.data.shard, min((j + 1) * cfg.data.shard, cfg.data.count)))
-                    for j in missing
-                ),
-            )
+            told(done, whole)
         latents = torch.cat(parts)
         if not latents.isfinite().all():
             bad = int((~latents.flatten(1).isfinite().all(1)).sum())

@@ -29,6 +29,7 @@ VERBS: dict[str, tuple[str, str]] = {  # verb: 'module:Typer app or function', w
     "sample": ("flowkit.cli.sample:command", "Draw pictures from prompts."),
     "reward": ("flowkit.cli.reward:command", "Score pictures with reward models."),
     "grpo": ("flowkit.cli.grpo:command", "Train a model by online RL on rewards (Flow-GRPO)."),
+    "distill": ("flowkit.cli.distill:command", "Distil a few-step student of a model (rCM)."),
     "presets": ("flowkit.cli.presets:app", "List, show and copy the presets."),
     "doctor": ("flowkit.cli.doctor:command", "Tell what this machine has and what is missing."),
 }

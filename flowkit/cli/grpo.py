@@ -8,19 +8,9 @@ from typing import Annotated
 
 import typer
 
-from flowkit.config.load import override, print_config, resolve
-from flowkit.config.presets import algorithm_of, find
+from flowkit.cli.training import again, resolved_of
+from flowkit.config.load import print_config
 from flowkit.config.schema import GrpoConfig
-from flowkit.errors import UsageError
-
-_FLAGS = {
-    "model": "model",
-    "steps": "steps",
-    "seed": "seed",
-    "out": "out",
-    "device": "device",
-    "lr": "optim.lr",
-}
 
 
 def command(
@@ -53,19 +43,8 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: one JSON document.")] = False,
 ) -> None:
     """Train a flow model by Flow-GRPO: groups of pictures, scored, compared, and made likelier or less so."""
-    if (preset is None) == (config is None):
-        raise UsageError(
-            "Give one of --preset NAME and --config FILE; `flowkit presets ls` lists the presets."
-        )
-    file = find(preset) if preset is not None else config
-    if file is None:
-        raise AssertionError("one of preset and config is given")
-    verb = algorithm_of(file)
-    if verb != "grpo":
-        raise UsageError(f"{file.name} is a config of `flowkit {verb}`, not of `flowkit grpo`.")
-    given = {"model": model, "steps": steps, "seed": seed, "out": out, "device": device, "lr": lr}
-    flags = [override(_FLAGS[name], value) for name, value in given.items() if value is not None]
-    resolved = resolve(GrpoConfig, file, [*flags, *(overrides or [])])
+    flags = {"model": model, "steps": steps, "seed": seed, "out": out, "device": device, "optim.lr": lr}
+    resolved = resolved_of("grpo", GrpoConfig, preset, config, flags, overrides)
     if show:
         typer.echo(print_config(resolved), nl=False)
         return
@@ -78,24 +57,7 @@ def command(
     if processes > 1:
         from flowkit.runtime.dist import launch
 
-        raise typer.Exit(launch(processes, _again(sys.argv[1:])))
+        raise typer.Exit(launch(processes, again(sys.argv[1:])))
     from flowkit.assemble.grpo import run
 
     run(resolved, resume=resume, fresh=fresh, force=force)
-
-
-def _again(arguments: list[str]) -> list[str]:
-    """The same command line for one of several processes: without --processes.
-
-    >>> _again(["grpo", "--processes", "2", "--steps=3", "--processes=2"])[-2:]
-    ['grpo', '--steps=3']
-    """
-    kept, skip = [], False
-    for argument in arguments:
-        if skip or argument.startswith("--processes="):
-            skip = False
-        elif argument == "--processes":
-            skip = True
-        else:
-            kept.append(argument)
-    return [sys.executable, "-m", "flowkit", *kept]

@@ -131,7 +131,7 @@ def _check_family(file: Path, metadata: Mapping[str, str], kind: str, family: st
         found = (str(header["kind"]), str(header["family"]))
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{file} has a broken `flowkit` header; export it again.") from None
-    allowed = {"lora": {"lora"}, "full": {"full", "ema"}}[kind]
+    allowed = {"lora": {"lora", "student"}, "full": {"full", "ema", "student"}}[kind]
     if found[0] not in allowed or found[1] != family:
         raise UserError(
             f"{file} holds {found[0]} weights of family {found[1]} for base "

@@ -33,7 +33,6 @@ from flowkit.flow.matching import (
     simulate,
     simulation_thetas,
 )
-from flowkit.flow.path import expand
 from flowkit.flow.times import Times
 from flowkit.flow.wrappers import Trig, trigflow, x0_of
 from flowkit.jvp import derivative
@@ -120,7 +119,7 @@ def consistency(
             probe(F, world, x, theta, F_T, J, meter)
     # a sample that is not finite leaves the loss; its place is kept by zeros, so that nothing waits for the count
     kept = found.norm.isfinite() & F_minus.flatten(1).isfinite().all(1)
-    x, F_minus, g = (torch.where(expand(kept, a), a, 0.0) for a in (x, F_minus, found.g))
+    x, F_minus, g = (only(kept, a) for a in (x, F_minus, found.g))
     with world.roles.wear("student"):
         each = scm_loss(F(x, theta), F_minus, g)
         torch.autograd.backward(cfg.scm.scale * torch.where(kept, each, 0.0).sum() / cfg.batch)
@@ -163,7 +162,7 @@ def critic(world: World, cfg: DistillConfig, state: DistillState, batch: Batch, 
         G = made(world, cfg, state.fake.updates, batch, cond)
     theta = angles(world.p_D, cfg, batch, "critic").to(G.device)
     kept = G.flatten(1).isfinite().all(1)
-    G = torch.where(expand(kept, G), G, 0.0)
+    G = only(kept, G)
     x = renoise(G, drawn(world, cfg, batch, "critic"), theta)
     with world.roles.wear("fake"):
         each = critic_loss(G, x0_of(x, theta, network(world, "fake", cond)(x, theta)), theta)
@@ -180,6 +179,11 @@ def made(world: World, cfg: DistillConfig, turn: int, batch: Batch, cond: Cond) 
     thetas = simulation_thetas(draws).to(world.roles.model.device)
     F = network(world, "student", cond)
     return simulate(F, lambda step: drawn(world, cfg, batch, f"simulated {step}"), thetas).G
+
+
+def only(kept: Tensor, a: Tensor) -> Tensor:
+    """The samples [B, ...] that are kept [B], and zeros for the others."""
+    return torch.where(kept.view(-1, *[1] * (a.ndim - 1)), a, 0.0)
 
 
 # --- networks, times, noise -------------------------------------------------------------------------------

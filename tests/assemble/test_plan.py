@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from flowkit.assemble.grpo import harmless
+from flowkit.assemble.common import harmless
 from flowkit.assemble.plan import arithmetic, plan, told
 from flowkit.cli.app import main
 from flowkit.config.load import resolve

@@ -374,7 +374,7 @@ def test_a_lora_that_does_not_fit_is_refused_and_the_model_left_as_it_was(fault:
         ),
         ({"flowkit": "{"}, "broken `flowkit` header"),
         ({"flowkit": '{"kind": "lora", "family": "sd3"}'}, "family sd3 .* family flux"),
-        ({"flowkit": '{"kind": "student", "family": "flux"}'}, "holds student weights"),
+        ({"flowkit": '{"kind": "latents", "family": "flux"}'}, "holds latents weights"),
     ],
 )
 def test_a_header_that_does_not_fit_is_refused(metadata: dict[str, str], said: str, tmp_path: Path) -> None:
