@@ -35,6 +35,7 @@ class Ask:
         size: width and height in pixels (its frames do not count), None for the model's own.
         frames: of a clip, 1 for a picture, None for the model's own.
         images: pictures a prompt, with seeds seed, seed + 1, ...
+        batch: pictures in one call, None for 16, or 1 clip.
         fps: frames a second of clips, None for 16.
     """
 
@@ -51,7 +52,7 @@ class Ask:
     settings: dict[str, float]
     seed: int
     images: int
-    batch: int
+    batch: int | None
     dtype: str
     device: str
     frames: int | None = None
@@ -90,7 +91,7 @@ def sample(
     table = encode_all(model, [p.text for p in prompts], cache_folder())
     take_folder(out)
     jobs = [(n, ask.seed + k) for n in range(len(prompts)) for k in range(ask.images)]
-    fps = ask.fps or FPS
+    fps, batch = ask.fps or FPS, ask.batch or (1 if moving else 16)
     about = {"model": base, "lora": ask.lora, "weights": ask.weights, **recipe.as_dict()}
     about |= {"fps": fps} if moving else {}
     begun, bad = time.perf_counter(), 0
@@ -100,7 +101,7 @@ def sample(
     rows = {prompts[n].index: n for n, _ in jobs}
     done = 0
     for part, media in draw(
-        model, lambda at: table[[rows[i] for i in at]].to(model.device), addressed, recipe, ask.batch
+        model, lambda at: table[[rows[i] for i in at]].to(model.device), addressed, recipe, batch
     ):
         for (index, seed), pixels, ok in zip(part, media.pixels, media.ok.tolist(), strict=True):
             prompt = prompts[rows[index]]

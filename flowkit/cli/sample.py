@@ -62,7 +62,12 @@ def command(
         int | None, typer.Option(min=1, max=240, help="Frames a second of clips; 16 if not given.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the first picture of each prompt.")] = 0,
-    batch: Annotated[int, typer.Option(min=1, help="Pictures in one call; changes nothing but speed.")] = 16,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Pictures in one call; changes nothing but speed. 16, or 1 clip, if not given."
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
     out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("samples"),
