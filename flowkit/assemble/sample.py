@@ -10,7 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from flowkit.assemble import students
 from flowkit.assemble.common import cache_folder
+from flowkit.assemble.students import student_of
 from flowkit.errors import UsageError
 from flowkit.generate import Recipe, draw, grid_of
 from flowkit.models import load, lora
@@ -35,7 +37,11 @@ class Ask:
         size: width and height in pixels (its frames do not count), None for the model's own.
         frames: of a clip, 1 for a picture, None for the model's own.
         images: pictures a prompt, with seeds seed, seed + 1, ...
+        batch: pictures in one call, None for 16, or 1 clip.
         fps: frames a second of clips, None for 16.
+        student: a few-step student: its header says base, times and guidance.
+        sigma_max, thetas: other times than the student's own.
+        force_guidance: let `guidance` differ from what was distilled into the student.
     """
 
     model: str | None
@@ -48,14 +54,18 @@ class Ask:
     level: float
     solver: str
     schedule: str
-    settings: dict[str, float]
+    settings: dict[str, Any]
     seed: int
     images: int
-    batch: int
+    batch: int | None
     dtype: str
     device: str
     frames: int | None = None
     fps: int | None = None
+    student: str | None = None
+    sigma_max: float | None = None
+    thetas: tuple[float, ...] | None = None
+    force_guidance: bool = False
 
 
 def sample(
@@ -73,16 +83,31 @@ def sample(
             pictures already.
         UserError: missing or broken weights, a LoRA that fits nothing, a full disk.
     """
-    base = ask.model or base_of(ask.lora or ask.weights) or "builtin:tiny-flux"
+    student = None if ask.student is None else student_of(ask.student)
+    known = base_of(ask.lora or ask.weights) if student is None else student.base
+    base = ask.model or known or "builtin:tiny-flux"
     model = load(base, dtype=ask.dtype, device=pick(ask.device))
     own = model.bundle.defaults(model.family)
-    recipe = recipe_of(ask, own, trained_for(ask.lora or ask.weights))
+    if student is None:
+        recipe = recipe_of(ask, own, trained_for(ask.lora or ask.weights))
+    else:
+        recipe = students.recipe_of(
+            student,
+            size_of(ask, own),
+            steps=ask.steps,
+            sigma_max=ask.sigma_max,
+            thetas=ask.thetas,
+            guidance=ask.guidance,
+            force_guidance=ask.force_guidance,
+        )
     model.check_size(recipe.size)
     moving = recipe.size.frames > 1
     if ask.fps is not None and not moving:
         raise UsageError(f"--fps goes with clips, and {recipe.size} is a picture.")
     grid = grid_of(model, recipe.steps, recipe.size, recipe.schedule, recipe.settings)
     check_folder(out, force)
+    if student is not None:
+        students.put_on(model, student)
     if ask.weights is not None:
         lora.load_full(model, ask.weights)
     if ask.lora is not None:
@@ -90,8 +115,14 @@ def sample(
     table = encode_all(model, [p.text for p in prompts], cache_folder())
     take_folder(out)
     jobs = [(n, ask.seed + k) for n in range(len(prompts)) for k in range(ask.images)]
-    fps = ask.fps or FPS
-    about = {"model": base, "lora": ask.lora, "weights": ask.weights, **recipe.as_dict()}
+    fps, batch = ask.fps or FPS, ask.batch or (1 if moving else 16)
+    about = {
+        "model": base,
+        "lora": ask.lora,
+        "weights": ask.weights,
+        "student": ask.student,
+        **recipe.as_dict(),
+    }
     about |= {"fps": fps} if moving else {}
     begun, bad = time.perf_counter(), 0
     shown: list[tuple[str, Tensor]] = []
@@ -100,7 +131,7 @@ def sample(
     rows = {prompts[n].index: n for n, _ in jobs}
     done = 0
     for part, media in draw(
-        model, lambda at: table[[rows[i] for i in at]].to(model.device), addressed, recipe, ask.batch
+        model, lambda at: table[[rows[i] for i in at]].to(model.device), addressed, recipe, batch
     ):
         for (index, seed), pixels, ok in zip(part, media.pixels, media.ok.tolist(), strict=True):
             prompt = prompts[rows[index]]
@@ -136,12 +167,12 @@ def recipe_of(ask: Ask, own: Defaults, trained: dict[str, Any]) -> Recipe:
     """The recipe of the pictures; what was not asked for is what the weights were trained for, or the model's own."""
     schedule, settings = ask.schedule, ask.settings
     if schedule == "auto" and ask.steps is None and trained:
-        settings = {k: float(v) for k, v in trained["schedule"].items() if k != "name"}
+        settings = {k: v for k, v in trained["schedule"].items() if k != "name"}
         schedule = trained["schedule"]["name"]
     guidance = trained.get("guidance", own.guidance) if ask.guidance is None else ask.guidance
     return Recipe(
         steps=ask.steps or trained.get("steps", own.steps),
-        size=replace(ask.size or own.size, frames=ask.frames or own.size.frames),
+        size=size_of(ask, own),
         guidance=guidance,
         law=ask.law,
         level=ask.level,
@@ -151,13 +182,23 @@ def recipe_of(ask: Ask, own: Defaults, trained: dict[str, Any]) -> Recipe:
     )
 
 
+def size_of(ask: Ask, own: Defaults) -> Size:
+    """The size asked for, or the model's own."""
+    return replace(ask.size or own.size, frames=ask.frames or own.size.frames)
+
+
 def trained_for(weights: str | None) -> dict[str, Any]:
     """Steps, guidance and schedule that a file of flowkit's names in its header; empty for other files."""
     if weights is None:
         return {}
     from flowkit.models.weights import header_of
 
-    found: dict[str, Any] = header_of(weights).get("sampler", {})
+    header = header_of(weights)
+    found: dict[str, Any] = header.get("sampler", {})
+    if header.get("kind") == "student":
+        raise UsageError(
+            f"{weights} is a few-step student: give it as --student, which samples it as it was trained."
+        )
     return found if found.keys() >= {"steps", "guidance", "schedule"} else {}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -30,6 +30,12 @@ def command(
     ] = None,
     weights: Annotated[
         str | None, typer.Option(help="Full transformer weights: a file, or a folder that holds them.")
+    ] = None,
+    student: Annotated[
+        str | None,
+        typer.Option(
+            help="A few-step student of `flowkit distill`: a file or checkpoint; all else is in it."
+        ),
     ] = None,
     num_images: Annotated[
         int, typer.Option(min=1, help="Pictures a prompt, with seeds SEED, SEED+1, ...")
@@ -61,8 +67,22 @@ def command(
     fps: Annotated[
         int | None, typer.Option(min=1, max=240, help="Frames a second of clips; 16 if not given.")
     ] = None,
+    sigma_max: Annotated[
+        float | None, typer.Option(min=0.001, help="With --student: the first noise level, tan theta.")
+    ] = None,
+    thetas: Annotated[
+        str | None, typer.Option(help="With --student: the angles after the first, such as 1.5,1.4,1.0.")
+    ] = None,
+    force_guidance: Annotated[
+        bool, typer.Option("--force-guidance", help="With --student: another --guidance than its own.")
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the first picture of each prompt.")] = 0,
-    batch: Annotated[int, typer.Option(min=1, help="Pictures in one call; changes nothing but speed.")] = 16,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Pictures in one call; changes nothing but speed. 16, or 1 clip, if not given."
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
     out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("samples"),
@@ -105,6 +125,10 @@ def command(
     if law != "ode" and solver != "euler":
         raise UsageError(f"--solver {solver} solves --law ode; a noisy law has its own steps.")
     pixels, frames = _size(size, resolution, aspect, frames)
+    angles = _student(student, sigma_max, thetas, force_guidance, {
+        "--lora": lora is not None, "--weights": weights is not None, "--law": law != "ode",
+        "--schedule or --shift": schedule != "auto", "--solver": solver != "euler",
+    })  # fmt: skip
     asked = (
         read(prompts)[:limit]
         if prompts is not None
@@ -136,6 +160,10 @@ def command(
             device=device,
             frames=frames,
             fps=fps,
+            student=student,
+            sigma_max=sigma_max,
+            thetas=angles,
+            force_guidance=force_guidance,
         ),
         asked,
         out,
@@ -192,6 +220,36 @@ def _size(
     if frames not in (None, pixels.frames):
         raise UsageError(f"--size {size} and --frames {frames} say different numbers of frames.")
     return replace(pixels, frames=1), pixels.frames
+
+
+def _student(
+    student: str | None,
+    sigma_max: float | None,
+    thetas: str | None,
+    force_guidance: bool,
+    others: Mapping[str, bool],
+) -> tuple[float, ...] | None:
+    """The angles that were typed; UsageError for options that contradict --student, or need it."""
+    if student is None:
+        for option, given in (
+            ("--sigma-max", sigma_max),
+            ("--thetas", thetas),
+            ("--force-guidance", force_guidance),
+        ):
+            if given:
+                raise UsageError(f"{option} goes with --student.")
+        return None
+    for option, is_given in others.items():
+        if is_given:
+            raise UsageError(f"{option} does not go with --student, whose sampler is its own.")
+    if thetas is None:
+        return None
+    try:
+        return tuple(float(part) for part in thetas.split(","))
+    except ValueError:
+        raise UsageError(
+            f"--thetas {thetas!r}: give angles with commas between, such as 1.5,1.4,1.0."
+        ) from None
 
 
 def _one_of(option: str, value: str, known: Iterable[str]) -> None:

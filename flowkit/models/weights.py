@@ -94,15 +94,19 @@ def load_lora(model: FlowModel, path: str | Path, dropout: float = 0.0) -> None:
                 own[f"{module}.{name}.{injection.ADAPTER}.weight"].copy_(part[f"{name}.weight"])
 
 
+def file_of(path: str | Path) -> Path:
+    """The file itself, or the LoRA or full weights in a folder."""
+    folder = Path(path).expanduser()
+    return _place(path, LORA_FILE if (folder / LORA_FILE).exists() else FULL_FILE)
+
+
 def header_of(path: str | Path) -> dict[str, Any]:
     """The `flowkit` header of a file, or of the LoRA or full weights in a folder; empty where there is none.
 
     Raises:
         UserError: a missing or broken file.
     """
-    folder = Path(path).expanduser()
-    name = LORA_FILE if (folder / LORA_FILE).exists() else FULL_FILE
-    metadata = files.read_header(_place(path, name)).get("__metadata__", {})
+    metadata = files.read_header(file_of(path)).get("__metadata__", {})
     try:
         found = json.loads(metadata.get("flowkit", "{}"))
     except ValueError:

@@ -63,23 +63,8 @@ def read_mp4(path: Path) -> Tensor:
 
     UserError naming a file that is missing, no clip, or not whole: any complaint of the decoder counts.
     """
-    raw = _ffmpeg(
-        f"{path}: not a whole clip",
-        _MEND,
-        *(
-            "-i",
-            _url(path),
-            "-map",
-            "0:v:0",
-            "-fps_mode",
-            "passthrough",
-            "-c:v",
-            "ppm",
-            "-f",
-            "image2pipe",
-            "-",
-        ),
-    )
+    frames_as_ppm = ["-map", "0:v:0", "-fps_mode", "passthrough", "-c:v", "ppm", "-f", "image2pipe", "-"]
+    raw = _ffmpeg(f"{path}: not a whole clip", _MEND, "-i", _url(path), *frames_as_ppm)
     head = re.match(rb"P6\n(\d+) (\d+)\n255\n", raw)
     if head is None:
         raise UserError(f"{path}: not a whole clip (no frame in it); {_MEND}")

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from flowkit.config.grpo import LEVELS, GrpoConfig, KlName, LawName
 from flowkit.config.load import resolve
-from flowkit.config.sections import SCHEDULE_SETTINGS, ScheduleConfig, ScheduleName
+from flowkit.config.sections import RESOLUTIONS, SCHEDULE_SETTINGS, ScheduleConfig, ScheduleName
 from flowkit.config.strict_yaml import parse_document
 from flowkit.errors import UsageError
 from flowkit.flow.laws import LAWS
@@ -171,6 +171,25 @@ def test_dropout_is_refused_where_a_step_is_replayed() -> None:
 def test_derived_values() -> None:
     c = config()
     assert c.pixels == Size(96, 32)
+    assert config("size=832x480x81").pixels == Size(832, 480, 81)
+
+
+@pytest.mark.parametrize(
+    "size", ["96", "96x32x", "96x32x0", "96x32x4x4", "96x32x10000", "7x32", "-8x32", "8 x 8"]
+)
+def test_a_size_that_is_none_is_refused(size: str) -> None:
+    with pytest.raises(UsageError, match="size"):
+        config(f"size={size}")
+
+
+def test_every_resolution_has_the_sides_of_its_aspect_to_a_sixteenth_pixel_grid() -> None:
+    for shapes in RESOLUTIONS.values():
+        assert list(shapes) == ["1:1", "4:3", "3:4", "16:9", "9:16"]
+        for aspect, size in shapes.items():
+            across, down = map(int, aspect.split(":"))
+            assert size.width % 16 == size.height % 16 == 0
+            # 832x480 stands for 853x480, the nearest multiple of 32
+            assert size.width / size.height == pytest.approx(across / down, rel=0.03)
 
 
 def test_a_config_cannot_be_changed() -> None:

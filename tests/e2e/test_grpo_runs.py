@@ -220,6 +220,32 @@ def test_full_weights_of_sd3_with_true_guidance_and_a_reference_are_trained(tmp_
     assert drawn.returncode == 0, drawn.stderr
 
 
+def test_a_wan_model_is_trained_on_clips_and_its_checkpoint_draws_one(tmp_path: Path) -> None:
+    from PIL import Image
+
+    from flowkit.runtime.clips import read_mp4
+
+    model = tiny.write_wan(tmp_path / "wan")
+    path = runs.config(
+        tmp_path, str(model), size="32x32x5", steps=2, rollout__guidance=2.0, reward={"jpeg": 1.0}
+    )
+    done = runs.flowkit("grpo", "--config", path)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[1]["ratio_first"] == rows[2]["ratio_first"] == 1.0
+    assert rows[2]["eval/jpeg_mean"] < 0
+    with Image.open(tmp_path / "run" / "previews" / "step-000002.png") as preview:
+        assert preview.n_frames == 5
+    assert "previews/step-000002.png" in (tmp_path / "run" / "report.html").read_text()
+    weights = tmp_path / "run" / "checkpoints" / "step-000002"
+    assert max(v.abs().max().item() for n, v in runs.tensors(weights).items() if "lora_B" in n) > 1e-4
+    drawn = runs.flowkit(
+        "sample", "-p", "a", "--steps", 2, "--size", "32x48x5", "--lora", weights, "--out", tmp_path / "s"
+    )
+    assert drawn.returncode == 0, drawn.stderr
+    assert read_mp4(tmp_path / "s" / "00000-0.mp4").shape == (5, 3, 48, 32)
+
+
 def test_ctrl_c_finishes_the_step_saves_and_exits_130(bundle: Path, tmp_path: Path) -> None:
     patch = """
 import os, signal
