@@ -8,6 +8,7 @@ from typing import Any
 
 from flowkit.assemble.common import prompt_files
 from flowkit.config.schema import GrpoConfig
+from flowkit.config.sections import ScheduleConfig
 from flowkit.data.prompts import lint
 from flowkit.flow.schedule import SCHEDULES, mu_of
 from flowkit.flow.windows import trained_steps
@@ -17,6 +18,7 @@ from flowkit.models.weights import check_lora
 from flowkit.rewards import check, load
 from flowkit.runtime.device import memory_estimate
 from flowkit.runtime.log import check as check_trackers
+from flowkit.types import Size
 
 
 def plan(cfg: GrpoConfig, processes: int) -> dict[str, Any]:
@@ -36,29 +38,38 @@ def plan(cfg: GrpoConfig, processes: int) -> dict[str, Any]:
     if cfg.train == "lora" and cfg.lora.path is not None:
         check_lora(cfg.lora.path, model.family, model.name)
     return {
-        "model": {
-            "name": cfg.model,
-            "family": model.family,
-            "weights_here": model.folder is not None,
-            "parameters": model.parameters,
-        },
+        "model": described(cfg.model, model),
         "prompts": {"train": len(train), "test": len(test), "remarks": [*lint(train), *lint(test)]},
         "reward": cfg.reward,
-        "schedule": [round(t, 6) for t in times(model, cfg)],
+        "schedule": [round(t, 6) for t in grid(model, cfg.rollout.steps, cfg.pixels, cfg.rollout.schedule)],
         "round": arithmetic(cfg, processes),
         "memory_bytes": memory(model, cfg, processes),
         "out": {"folder": cfg.out, "exists": Path(cfg.out).exists()},
     }
 
 
-def times(model: Description, cfg: GrpoConfig) -> list[float]:
-    """The rollout's grid."""
-    r, settings = cfg.rollout, dict(cfg.rollout.schedule.settings)
-    if r.schedule.name == "auto":
-        return [float(t) for t in model.shape.schedule(r.steps, cfg.pixels)]
-    if r.schedule.name == "dynamic":
-        settings.setdefault("mu", mu_of(model.shape.tokens(cfg.pixels)))
-    return [float(t) for t in SCHEDULES[r.schedule.name](r.steps, **settings)]
+def described(name: str, model: Description) -> dict[str, Any]:
+    """What a model is: as values, and `told` for a person."""
+    billions = model.parameters["transformer"] / 1e9
+    size = f"{billions:.3g} B" if billions >= 0.1 else f"{1e3 * billions:.3g} M"
+    here = "weights are here" if model.folder is not None else "weights are not on this machine"
+    return {
+        "name": name,
+        "family": model.family,
+        "weights_here": model.folder is not None,
+        "parameters": model.parameters,
+        "told": f"{name} ({model.family}, {size} parameters; {here})",
+    }
+
+
+def grid(model: Description, steps: int, size: Size, schedule: ScheduleConfig) -> list[float]:
+    """The grid of times that a schedule block means for a model."""
+    settings = dict(schedule.settings)
+    if schedule.name == "auto":
+        return [float(t) for t in model.shape.schedule(steps, size)]
+    if schedule.name == "dynamic":
+        settings.setdefault("mu", mu_of(model.shape.tokens(size)))
+    return [float(t) for t in SCHEDULES[schedule.name](steps, **settings)]
 
 
 def arithmetic(cfg: GrpoConfig, processes: int) -> dict[str, Any]:
@@ -122,11 +133,8 @@ def told(found: dict[str, Any], *, as_json: bool) -> str:
     if as_json:
         return json.dumps(found) + "\n"
     model, r, bytes_ = found["model"], found["round"], found["memory_bytes"]
-    billions = model["parameters"]["transformer"] / 1e9
-    size = f"{billions:.3g} B" if billions >= 0.1 else f"{1e3 * billions:.3g} M"
-    here = "weights are here" if model["weights_here"] else "weights are not on this machine"
     lines = [
-        f"model     {model['name']} ({model['family']}, {size} parameters; {here})",
+        f"model     {model['told']}",
         f"prompts   {found['prompts']['train']} to train on, {found['prompts']['test']} held out",
         f"reward    {', '.join(f'{name} x {weight:g}' for name, weight in found['reward'].items())}",
         f"schedule  {' '.join(f'{t:.4g}' for t in found['schedule'])}",

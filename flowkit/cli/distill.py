@@ -45,9 +45,14 @@ def command(
         bool, typer.Option("--fresh", help="Start over; with --force where a run would be deleted.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Delete what stands in the way.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Check everything that needs no weights, and say what would run."),
+    ] = False,
     show: Annotated[
         bool, typer.Option("--print-config", help="Print the resolved config with the source of each value.")
     ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: one JSON document.")] = False,
 ) -> None:
     """Distil a guided teacher of many steps into a student of 1 to 4, by rCM: consistency and distribution matching."""
     flags = {
@@ -62,6 +67,11 @@ def command(
     resolved = resolved_of("distill", DistillConfig, preset, config, flags, overrides)
     if show:
         typer.echo(print_config(resolved), nl=False)
+        return
+    if dry_run:
+        from flowkit.assemble.plan_distill import plan, told
+
+        typer.echo(told(plan(resolved.config, processes), as_json=as_json), nl=False)
         return
     if processes > 1:
         from flowkit.runtime.dist import launch

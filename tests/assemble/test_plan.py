@@ -11,7 +11,7 @@ from flowkit.assemble.common import harmless
 from flowkit.assemble.plan import arithmetic, plan, told
 from flowkit.cli.app import main
 from flowkit.config.load import resolve
-from flowkit.config.presets import find, names
+from flowkit.config.presets import algorithm_of, find, names
 from flowkit.config.schema import GrpoConfig
 from flowkit.errors import UsageError, UserError
 from flowkit.models.weights import LORA_FILE
@@ -23,10 +23,11 @@ def preset(name: str, *overrides: str) -> GrpoConfig:
 
 @pytest.mark.parametrize("name", names())
 def test_every_preset_has_a_plan_without_its_weights(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["grpo", "--preset", name, "--dry-run", "--json"]) == 0
+    verb = algorithm_of(find(name))
+    assert main([verb, "--preset", name, "--dry-run", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["schedule"][0] == 1.0
-    assert found["schedule"][-1] == 0.0
+    schedule = found["schedule"] if verb == "grpo" else found["teacher"]["schedule"]
+    assert (schedule[0], schedule[-1]) == (1.0, 0.0)
     assert found["memory_bytes"]["total"] > 0
 
 
@@ -66,15 +67,16 @@ def test_two_velocities_a_call_take_twice_the_activations() -> None:
 
 def test_a_resumed_run_may_change_its_length_only_where_the_rate_does_not_depend_on_it() -> None:
     decaying = preset("tiny-ocr", "optim.decay=linear")
-    assert "steps" not in harmless(decaying)
-    assert harmless(preset("tiny-ocr", "optim.decay=none")) == {*harmless(decaying), "steps"}
+    assert "steps" not in harmless(decaying.optim)
+    assert harmless(preset("tiny-ocr", "optim.decay=none").optim) == {*harmless(decaying.optim), "steps"}
 
 
 def test_a_dry_run_refuses_a_lora_that_is_not_there_and_a_tracker_that_is_not_installed(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UserError, match=r"pytorch_lora_weights.safetensors"):
         plan(preset("flux-ocr", f"lora.path={tmp_path}"), 1)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"report_to: trackio is not installed"):
         plan(preset("tiny-ocr", "report_to=[trackio]"), 1)
 

@@ -7,6 +7,7 @@ import pytest
 
 import flowkit
 from flowkit.config import presets
+from flowkit.config.distill import DistillConfig
 from flowkit.config.load import dump, resolve
 from flowkit.config.schema import SCHEMAS, GrpoConfig
 from flowkit.config.strict_yaml import parse_document
@@ -27,7 +28,7 @@ COMMON = (
 )
 
 
-def load(name: str) -> GrpoConfig:
+def load(name: str) -> GrpoConfig | DistillConfig:
     path = presets.find(name)
     return resolve(SCHEMAS[presets.algorithm_of(path)], path).config
 
@@ -56,13 +57,17 @@ def test_every_preset_is_short_commented_and_says_what_it_is(name: str) -> None:
 
 @pytest.mark.parametrize("name", presets.names())
 def test_the_prompt_lists_of_every_preset_exist(name: str) -> None:
-    for source in (load(name).prompts.train, load(name).prompts.test):
+    cfg = load(name)
+    grpo = isinstance(cfg, GrpoConfig)
+    sources = (cfg.prompts.train, cfg.prompts.test) if grpo else (cfg.data.prompts, cfg.eval.prompts)
+    for source in sources:
+        assert source is not None
         assert presets.prompt_file(source.removeprefix("builtin:")).is_file()
 
 
 @pytest.mark.parametrize("name", ["flux-ocr", "flux-ocr-fast", "sd3-ocr"])
 def test_the_big_presets_hold_the_published_settings(name: str) -> None:
-    c = load(name)
+    c = resolve(GrpoConfig, presets.find(name)).config
     flux = name.startswith("flux")
     assert (c.rollout.groups, c.rollout.samples, c.size) == (48, 24, "512x512")
     assert (c.rollout.steps, c.eval.steps, c.rollout.guidance) == ((6, 28, 3.5) if flux else (10, 40, 4.5))

@@ -41,7 +41,7 @@ def batches(stills: int, moving: int) -> Iterator[Tensor]:
         yield x
 
 
-def train_vae(folder: Path, stills: int = 2000, moving: int = 2400, kl: float = 2e-4) -> Any:
+def train_vae(folder: Path, stills: int = 1600, moving: int = 4200, kl: float = 2e-4) -> Any:
     """L1 and L2, eight times as much on the thing as on the ground, plus a KL strong enough for smooth latents."""
     steps = stills + moving
     torch.manual_seed(0)
@@ -50,9 +50,13 @@ def train_vae(folder: Path, stills: int = 2000, moving: int = 2400, kl: float = 
     if saved.exists():
         vae.load_state_dict(torch.load(saved, weights_only=True))
         return set_scale(vae.eval().requires_grad_(False))
-    opt = torch.optim.AdamW(vae.parameters(), lr=1e-3, weight_decay=1e-4, fused=True)
+    for weight in vae.parameters():
+        if weight.ndim == 5:  # 1.4 times as fast on a CPU
+            weight.data = weight.data.contiguous(memory_format=torch.channels_last_3d)
+    opt = torch.optim.AdamW(vae.parameters(), lr=2e-3, weight_decay=1e-4, fused=True)
     start = time.time()
     for step, x in enumerate(batches(stills, moving)):
+        x = x.contiguous(memory_format=torch.channels_last_3d)
         for group in opt.param_groups:
             group["lr"] = 2e-3 * min(1.0, (step + 1) / 100) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
         posterior = vae.encode(x).latent_dist
