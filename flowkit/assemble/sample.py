@@ -93,7 +93,7 @@ def sample(
     else:
         recipe = students.recipe_of(
             student,
-            size_of(ask, own),
+            size_of(ask, replace(own, size=student.size or own.size)),
             steps=ask.steps,
             sigma_max=ask.sigma_max,
             thetas=ask.thetas,

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flowkit.config.sections import parse_size
 from flowkit.errors import UsageError, UserError
+from flowkit.flow.student import student_thetas
 from flowkit.generate import Recipe
 from flowkit.models import FlowModel, lora
 from flowkit.models.files import read_header
@@ -25,6 +27,7 @@ class Student:
         base_sha: fingerprint of that model's transformer.
         is_lora: whether the file holds a LoRA, or else all weights.
         sampler: sigma_max, thetas, guidance and the like, as they were trained.
+        size: of the pictures or clips that it was trained on, where the file says it.
     """
 
     path: Path
@@ -32,6 +35,7 @@ class Student:
     base_sha: str | None
     is_lora: bool
     sampler: dict[str, Any]
+    size: Size | None
 
 
 def student_of(path: str | Path) -> Student:
@@ -57,6 +61,7 @@ def student_of(path: str | Path) -> Student:
         header.get("base_sha"),
         any(".lora_" in name for name in names),
         sampler,
+        parse_size(sampler["size"]) if "size" in sampler else None,
     )
 
 
@@ -110,11 +115,16 @@ def recipe_of(
         raise UsageError(
             f"--steps {asked}: this student has times for 1 to {1 + len(times)} steps; give more by --thetas."
         )
+    first = own["sigma_max"] if sigma_max is None else sigma_max
+    try:
+        student_thetas(asked, first, times)
+    except ValueError as error:
+        raise UsageError(f"--thetas or --sigma-max: {error}.") from None
     return Recipe(
         steps=asked,
         size=size,
         guidance=own["guidance"] if guidance is None else guidance,
         law="consistency",
         schedule="student",
-        settings={"sigma_max": own["sigma_max"] if sigma_max is None else sigma_max, "thetas": times},
+        settings={"sigma_max": first, "thetas": times},
     )

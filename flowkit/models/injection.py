@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,12 +19,16 @@ ADAPTER = "default"
 
 
 def matched(net: nn.Module, targets: Sequence[str]) -> list[str]:
-    """Names of the linear layers whose name is one of the targets or ends in `.` and one of them."""
-    return [
-        name
+    """Names of the linear layers whose name is one of the targets or ends in `.` and one of them.
+
+    A layer that carries a LoRA already counts under its own name.
+    """
+    names = [
+        name.removesuffix(".base_layer")
         for name, module in net.named_modules()
-        if isinstance(module, nn.Linear) and any(name == t or name.endswith(f".{t}") for t in targets)
+        if isinstance(module, nn.Linear) and ".lora_" not in name
     ]
+    return [name for name in names if any(name == t or name.endswith(f".{t}") for t in targets)]
 
 
 def resolve_targets(
@@ -104,7 +109,9 @@ def inject(
         rank_pattern={f"^{re.escape(k)}": v for k, v in (ranks or {}).items()},
         alpha_pattern={f"^{re.escape(k)}": v for k, v in (alphas or {}).items()},
     )
-    with torch.random.fork_rng(devices=[]):  # peft draws its own A from the global state
+    # peft draws its own A from the global state, and warns of a second adapter, which is meant
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Already found a `peft_config`", UserWarning)
         net.add_adapter(config, adapter_name=adapter)
     net.train(net.training)  # the new layers start in train mode, with their dropout on
     for parameter in adapter_parameters(model, adapter).values():

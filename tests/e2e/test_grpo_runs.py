@@ -14,29 +14,6 @@ from tests.e2e import runs
 
 pytestmark = pytest.mark.slow
 
-KILL_IN_UPDATE = """
-import os
-from flowkit.trainers.state import TrainState
-real, calls = TrainState.update, []
-def update(self):
-    calls.append(1)
-    if len(calls) == {call}:
-        os.kill(os.getpid(), 9)
-    return real(self)
-TrainState.update = update
-"""
-KILL_BEFORE_RENAME = """
-import os
-from flowkit.runtime import checkpoint
-real, calls = checkpoint._publish, []
-def publish(partial, final):
-    calls.append(1)
-    if len(calls) == 2:
-        os.kill(os.getpid(), 9)
-    return real(partial, final)
-checkpoint._publish = publish
-"""
-
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -67,7 +44,7 @@ def test_a_run_leaves_what_the_conventions_name(undisturbed: Path) -> None:
 
 @pytest.mark.parametrize(
     "patch",
-    [KILL_IN_UPDATE.format(call=1), KILL_IN_UPDATE.format(call=6), KILL_BEFORE_RENAME],
+    [runs.KILL_IN_UPDATE.format(call=1), runs.KILL_IN_UPDATE.format(call=6), runs.KILL_BEFORE_RENAME],
     ids=["in the first step", "in a later step", "between write and rename"],
 )
 def test_a_run_that_was_killed_ends_with_the_same_weights_bit_for_bit(
