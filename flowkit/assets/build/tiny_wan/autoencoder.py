@@ -41,7 +41,7 @@ def batches(stills: int, moving: int) -> Iterator[Tensor]:
         yield x
 
 
-def train_vae(folder: Path, stills: int = 1600, moving: int = 4200, kl: float = 2e-4) -> Any:
+def train_vae(folder: Path, stills: int = 1600, moving: int = 2400, kl: float = 2e-4) -> Any:
     """L1 and L2, eight times as much on the thing as on the ground, plus a KL strong enough for smooth latents."""
     steps = stills + moving
     torch.manual_seed(0)
@@ -55,7 +55,15 @@ def train_vae(folder: Path, stills: int = 1600, moving: int = 4200, kl: float = 
             weight.data = weight.data.contiguous(memory_format=torch.channels_last_3d)
     opt = torch.optim.AdamW(vae.parameters(), lr=2e-3, weight_decay=1e-4, fused=True)
     start = time.time()
+    part, first = folder / "vae.part.pt", 0
+    if part.exists():
+        state = torch.load(part, weights_only=True)
+        vae.load_state_dict(state["net"])
+        opt.load_state_dict(state["opt"])
+        first = state["step"]
     for step, x in enumerate(batches(stills, moving)):
+        if step < first:
+            continue
         x = x.contiguous(memory_format=torch.channels_last_3d)
         for group in opt.param_groups:
             group["lr"] = 2e-3 * min(1.0, (step + 1) / 100) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
@@ -71,9 +79,9 @@ def train_vae(folder: Path, stills: int = 1600, moving: int = 4200, kl: float = 
         opt.step()
         opt.zero_grad()
         if step % 100 == 0 or step == steps - 1:
-            pace = (time.time() - start) / (step + 1)
+            pace = (time.time() - start) / (step + 1 - first)
             log(f"vae {step} distance {distance.item():.4f} kl {divergence.item():.3f} {pace:.3f} s/step")
-            torch.save(vae.state_dict(), folder / "vae.part.pt")
+            torch.save({"net": vae.state_dict(), "opt": opt.state_dict(), "step": step + 1}, part)
     torch.save(vae.state_dict(), saved)
     return set_scale(vae.eval().requires_grad_(False))
 
