@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from flowkit.assemble.common import (
     cache_folder,
@@ -15,6 +17,7 @@ from flowkit.assemble.common import (
     prompt_files,
     weights_of,
 )
+from flowkit.assemble.students import put_on, student_of
 from flowkit.config.load import Resolved, dump
 from flowkit.config.schema import GrpoConfig
 from flowkit.evaluate.heldout import evaluate
@@ -60,7 +63,7 @@ def run(resolved: Resolved[GrpoConfig], *, resume: Path | None, fresh: bool, for
                 force=force,
                 dist=dist,
                 harmless=harmless(cfg.optim),
-                inputs=inputs(model, train_prompts),
+                inputs={**inputs(model, train_prompts), **student_input(cfg)},
             )
         )
         conds = encode(model, [p.text for p in (*train_prompts, *test_prompts)], cfg, dist)
@@ -158,15 +161,32 @@ def run(resolved: Resolved[GrpoConfig], *, resume: Path | None, fresh: bool, for
 
 def trained(model: FlowModel, cfg: GrpoConfig) -> Weights:
     """Make the configured weights trainable, keep what they are compared with, and say how they are written."""
-    prepare(model, cfg)
-    if cfg.train == "full" and cfg.policy.kl > 0:
+    info: dict[str, Any] = {"trained": {"algorithm": "grpo", "seed": cfg.seed}, "sampler": sampler_of(cfg)}
+    if cfg.student is None:
+        prepare(model, cfg)
+    else:
+        student = student_of(cfg.student)
+        put_on(model, student)
+        if cfg.train == "full":
+            lora.train_all(model)
+        info = {**info, "kind": "student", "sampler": {**student.sampler, **sampler_of(cfg)}}
+    if cfg.policy.kl > 0 and (cfg.train == "full" or cfg.student is not None):
         lora.keep_reference(model)
-    info = {"trained": {"algorithm": "grpo", "seed": cfg.seed}, "sampler": sampler_of(cfg)}
     return weights_of(model, cfg, lora.trainable(model), info)
 
 
+def student_input(cfg: GrpoConfig) -> dict[str, str]:
+    """Digest of the student that the run goes on from: a resumed run must find the same."""
+    if cfg.student is None:
+        return {}
+    return {"student": hashlib.sha256(student_of(cfg.student).path.read_bytes()).hexdigest()}
+
+
 def sampler_of(cfg: GrpoConfig) -> dict[str, object]:
-    """How the trained weights are sampled, for their header."""
+    """How the trained weights are sampled, for their header; a student's sampler is its own."""
+    if cfg.student is not None:
+        settings = cfg.rollout.schedule.settings
+        return {**settings, "schedule": {"name": "student", **settings}, "size": cfg.size}
     return {
         "law": "ode",
         "steps": cfg.eval.steps or cfg.rollout.steps,
@@ -202,12 +222,13 @@ def walk_of(model: FlowModel, cfg: GrpoConfig) -> Walk:
 
 
 def recipe_of(cfg: GrpoConfig, *, steps: int | None, guidance: float | None) -> Recipe:
-    """The plain ODE on the rollout's schedule; what is None is the rollout's."""
+    """The plain ODE on the rollout's schedule, or a student's own law; what is None is the rollout's."""
     r = cfg.rollout
     return Recipe(
         steps=steps or r.steps,
         size=cfg.pixels,
         guidance=r.guidance if guidance is None else guidance,
+        law="ode" if cfg.student is None else r.law,
         schedule=r.schedule.name,
         settings=r.schedule.settings,
     )

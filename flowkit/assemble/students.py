@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowkit.config.sections import parse_size
+from flowkit.config.load import Resolved
+from flowkit.config.schema import GrpoConfig
+from flowkit.config.sections import ScheduleConfig, parse_size
 from flowkit.errors import UsageError, UserError
 from flowkit.flow.student import student_thetas
 from flowkit.generate import Recipe
 from flowkit.models import FlowModel, lora
 from flowkit.models.files import read_header
 from flowkit.models.weights import file_of, header_of
+from flowkit.runtime.checkpoint import newest
 from flowkit.types import Size
 
 
@@ -39,12 +42,14 @@ class Student:
 
 
 def student_of(path: str | Path) -> Student:
-    """Read the header of a student: a file, or a checkpoint folder that holds one.
+    """Read the header of a student: a file, a checkpoint folder that holds one, or a run folder (its newest).
 
     Raises:
         UserError: a missing or broken file, or weights that are no student's.
     """
     folder = Path(path).expanduser()
+    if (folder / "checkpoints").is_dir():
+        folder = newest(folder) or folder
     place = folder / "transformer" if (folder / "transformer").is_dir() else folder
     header = header_of(place)
     sampler = header.get("sampler", {})
@@ -81,6 +86,40 @@ def put_on(model: FlowModel, student: Student) -> None:
         lora.load_lora(model, student.path)
     else:
         lora.load_full(model, student.path)
+
+
+def adopted(resolved: Resolved[GrpoConfig]) -> Resolved[GrpoConfig]:
+    """The config of a run that goes on from a student, with the student's own times and guidance in it.
+
+    Raises:
+        UserError: a missing or broken file, or weights of no student.
+        UsageError: a schedule, guidance or kind of training that is not the student's.
+    """
+    cfg = resolved.config
+    assert cfg.student is not None
+    student = student_of(cfg.student)
+    own, rollout = student.sampler, cfg.rollout
+    kind = "lora" if student.is_lora else "full"
+    if cfg.train != kind:
+        raise UsageError(f"{student.path} holds {kind} weights, but train is {cfg.train}: use train={kind}.")
+    if rollout.guidance != own["guidance"]:
+        raise UsageError(
+            f"rollout.guidance is {rollout.guidance:g}, but the student samples at {own['guidance']:g}: "
+            f"use rollout.guidance={own['guidance']:g}."
+        )
+    if rollout.schedule.name not in ("auto", "student"):
+        raise UsageError(
+            f"rollout.schedule is {rollout.schedule.name!r}, but a student has times of its own: use 'auto'."
+        )
+    times = {"sigma_max": own["sigma_max"], "thetas": tuple(own["thetas"]), **rollout.schedule.settings}
+    try:
+        student_thetas(max(rollout.steps, cfg.eval.steps or 1), times["sigma_max"], times["thetas"])
+    except ValueError as error:
+        raise UsageError(f"rollout.steps or eval.steps: {error}.") from None
+    schedule = ScheduleConfig(name="student", **times)
+    changed = cfg.model_copy(update={"rollout": rollout.model_copy(update={"schedule": schedule})})
+    own_keys = {f"rollout.schedule.{key}": "student" for key in ("name", *times)}
+    return Resolved(changed, {**resolved.sources, **own_keys})
 
 
 def recipe_of(

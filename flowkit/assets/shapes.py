@@ -25,8 +25,8 @@ GROUNDS: dict[str, tuple[int, int, int]] = {
     "navy": (16, 20, 80),
     "brown": (84, 52, 24),
 }
-SIZES = (3.5, 5.5)  # half the height of the thing, pixels
-SPEEDS = (0.9, 2.2)  # pixels a frame
+SIZES = (4.5, 7.0)  # half the height of the thing, pixels
+SPEEDS = (0.8, 1.8)  # pixels a frame
 
 
 @dataclass(frozen=True)

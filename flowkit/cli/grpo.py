@@ -20,6 +20,10 @@ def command(
     preset: Annotated[str | None, typer.Option(help="A preset; `flowkit presets ls` lists them.")] = None,
     config: Annotated[Path | None, typer.Option(help="A config file instead of a preset.")] = None,
     model: Annotated[str | None, typer.Option(help="builtin:NAME, a folder, or a hub id.")] = None,
+    student: Annotated[
+        str | None,
+        typer.Option(help="A few-step student of `flowkit distill` to train further, at its own times."),
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Rounds of rollouts.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of every draw.")] = None,
     out: Annotated[str | None, typer.Option(help="Run folder.")] = None,
@@ -43,8 +47,20 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: one JSON document.")] = False,
 ) -> None:
     """Train a flow model by Flow-GRPO: groups of pictures, scored, compared, and made likelier or less so."""
-    flags = {"model": model, "steps": steps, "seed": seed, "out": out, "device": device, "optim.lr": lr}
+    flags = {
+        "model": model,
+        "student": student,
+        "steps": steps,
+        "seed": seed,
+        "out": out,
+        "device": device,
+        "optim.lr": lr,
+    }
     resolved = resolved_of("grpo", GrpoConfig, preset, config, flags, overrides)
+    if resolved.config.student is not None:
+        from flowkit.assemble.students import adopted
+
+        resolved = adopted(resolved)
     if show:
         typer.echo(print_config(resolved), nl=False)
         return

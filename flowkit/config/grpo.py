@@ -116,6 +116,7 @@ class GrpoConfig(RunConfig):
     """One Flow-GRPO run (arXiv:2505.05470). An iteration (`steps`) is one round of rollouts."""
 
     algorithm: Literal["grpo"]
+    student: str | None = None  # a few-step student of `flowkit distill` to go on from
     prompts: PromptsConfig
     rollout: RolloutConfig
     reward: dict[str, float] = Field(min_length=1)
@@ -138,6 +139,13 @@ class GrpoConfig(RunConfig):
             )
         if not any(self.reward.values()):
             raise refuse("reward", "every reward has weight 0, so nothing is learned; give one a weight")
+        if self.student is not None and self.rollout.law != "consistency":
+            raise refuse(
+                "rollout.law",
+                f"a student samples by law 'consistency', not {self.rollout.law!r}; use rollout.law=consistency",
+            )
+        if self.student is not None and self.lora.path is not None:
+            raise refuse("lora.path", "a student brings its own weights; leave lora.path out")
         if self.lora.dropout:
             raise refuse(
                 "lora.dropout",

@@ -75,7 +75,7 @@ class FlowModel(Protocol):
         dtype: of the transformer's own parameters.
         device: where the networks live.
         guidance_embedded: guidance is an input of the network (one call), not two velocities.
-        frozen: the kept copy of the full weights that `lora.reference` swaps in, if one was kept.
+        frozen: the kept copy of the trained weights that `lora.reference` swaps in, if one was kept.
     """
 
     family: str

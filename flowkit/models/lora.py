@@ -83,32 +83,32 @@ def trainable(model: FlowModel) -> dict[str, nn.Parameter]:
 
 
 def keep_reference(model: FlowModel) -> None:
-    """Keep a copy of the full weights as they are now, once; with a LoRA the base itself is the reference.
+    """Keep a copy of the trainable weights as they are now, once; a new LoRA needs none, its base is the reference.
 
-    Call it after the base is loaded and before a checkpoint or an update changes it.
+    Call it after all weights are loaded and before a checkpoint or an update changes them.
     """
-    if model.frozen is None and not has_lora(model):
-        model.frozen = {n: p.detach().clone() for n, p in model.net.named_parameters()}
+    if model.frozen is None:
+        model.frozen = {n: p.detach().clone() for n, p in trainable(model).items()}
 
 
 @contextmanager
 def reference(model: FlowModel) -> Iterator[None]:
-    """Inside, the model is the reference policy, without gradient: adapters off, or the kept copy swapped in.
+    """Inside, the model is the reference policy, without gradient: the kept copy swapped in, or adapters off.
 
     On leaving, also by an exception, the trained weights are back, the same tensors bit for bit.
     """
-    if has_lora(model):
-        net: Any = model.net
-        net.disable_adapters()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            net.enable_adapters()
+    if model.frozen is not None:
+        with _swapped(trainable(model), model.frozen), torch.no_grad():
+            yield
         return
-    assert model.frozen is not None, "keep_reference(model) before the first update"
-    with _swapped(dict(model.net.named_parameters()), model.frozen), torch.no_grad():
-        yield
+    assert has_lora(model), "keep_reference(model) before the first update"
+    net: Any = model.net
+    net.disable_adapters()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        net.enable_adapters()
 
 
 @contextmanager

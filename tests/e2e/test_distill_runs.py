@@ -293,3 +293,66 @@ def test_nothing_but_nans_stops_the_run_and_keeps_the_last_checkpoint(bundle: Pa
     after = runs.tensors(tmp_path / "run" / "checkpoints" / "step-000001")
     assert all(torch.equal(after[name], value) for name, value in before.items())
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def rl_config(folder: Path, model: Path, student: object, **changes: object) -> Path:
+    rollout = {"groups": 4, "samples": 2, "steps": 2, "guidance": 2.0, "law": "consistency"}
+    policy = {"updates": 2, "kl": 0.01}
+    return runs.config(
+        folder,
+        str(model),
+        student=str(student),
+        rollout=rollout,
+        policy=policy,
+        steps=2,
+        ema={"interval": 1},
+        **changes,
+    )
+
+
+def test_a_student_is_trained_further_by_rl_and_stays_a_student(
+    bundle: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    path = rl_config(tmp_path, bundle, undisturbed)
+    for steps in (1, 2):
+        done = runs.flowkit("grpo", "--config", path, "--steps", steps)
+        assert done.returncode == 0, done.stderr
+    rows = runs.rows_of(tmp_path / "run")
+    assert [row["ratio_first"] for row in rows[1:]] == [1.0, 1.0]
+    # the reference is the student as it came, not the teacher: before the first update nothing is apart
+    assert rows[1]["kl"] < rows[2]["kl"]
+    trained = tmp_path / "run" / "checkpoints" / "step-000002"
+    before = load_file(undisturbed / "checkpoints" / LAST / "pytorch_lora_weights.safetensors")
+    after = load_file(trained / "pytorch_lora_weights.safetensors")
+    assert after.keys() == before.keys()
+    moved = max((after[n] - v).abs().max().item() for n, v in before.items())
+    assert 0 < moved < 0.1  # from where the student was, not from a new LoRA
+    pictures = []
+    for name, student in (("rl", trained), ("run folder", tmp_path / "run"), ("before", undisturbed)):
+        drawn = runs.flowkit(
+            "sample", "-p", "a", "--steps", 2, "--student", student, "--out", tmp_path / name
+        )
+        assert drawn.returncode == 0, drawn.stderr
+        pictures.append((tmp_path / name / "00000-0.png").read_bytes())
+    assert pictures[0] == pictures[1] != pictures[2]
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("train=full", "holds lora weights, but train is full: use train=lora"),
+        ("rollout.guidance=1", "use rollout.guidance=2"),
+        ("rollout.law=flow-sde", "use rollout.law=consistency"),
+        ("rollout.schedule={name: static, shift: 3.0}", "a student has times of its own"),
+        ("rollout.steps=5", "samples in 1 to 4 steps"),
+        ("lora.path=x", "brings its own weights"),
+    ],
+)
+def test_rl_of_a_student_refuses_another_sampler(
+    override: str, sentence: str, bundle: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    for extra in ([], ["--dry-run"]):
+        done = runs.flowkit("grpo", "--config", rl_config(tmp_path, bundle, undisturbed), override, *extra)
+        assert done.returncode == 2
+        assert sentence in done.stderr
+    assert not (tmp_path / "run").exists()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -11,6 +12,7 @@ import torch
 
 from flowkit.errors import UserError
 from flowkit.flow.policy import surrogate
+from flowkit.flow.student import student_grid
 from flowkit.rollout import replay
 from flowkit.runtime.dist import Dist
 from flowkit.trainers.grpo import collect, improve, logp_floor, train, trajectories
@@ -29,6 +31,16 @@ def test_the_ratio_is_exactly_one_before_the_first_update() -> None:
     for changes in ({}, window, {"optim__micro": 3}, {**window, "optim__micro": 8}):
         rows = toy.run(toy.config(**changes)).rows
         assert [row["ratio_first"] for row in rows] == [1.0] * 3
+
+
+def test_a_students_own_sampler_is_a_law_that_is_trained_like_any_other() -> None:
+    """Law consistency on the student's times: ratios start at 1, and what is liked becomes likelier."""
+    cfg = toy.config(rollout__law="consistency", rollout__steps=4, steps=30)
+    model = toy.ToyModel()
+    walk = dataclasses.replace(toy.walk(cfg), grid=student_grid(4).float())
+    rows = list(train(toy.world(model), walk, cfg, toy.state(model, cfg), Dist()))
+    assert all(row["ratio_first"] == 1.0 for row in rows)
+    assert rows[-1]["reward"] > rows[0]["reward"] + 0.1
 
 
 def test_micro_batches_never_change_the_gradient() -> None:
