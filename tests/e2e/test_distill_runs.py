@@ -333,7 +333,8 @@ def test_a_student_is_trained_further_by_rl_and_stays_a_student(
             "sample", "-p", "a", "--steps", 2, "--student", student, "--out", tmp_path / name
         )
         assert drawn.returncode == 0, drawn.stderr
-        pictures.append((tmp_path / name / "00000-0.png").read_bytes())
+        with Image.open(tmp_path / name / "00000-0.png") as picture:
+            pictures.append(picture.tobytes())
     assert pictures[0] == pictures[1] != pictures[2]
 
 
