@@ -49,6 +49,10 @@ def command(
         bool,
         typer.Option("--dry-run", help="Check everything that needs no weights, and say what would run."),
     ] = False,
+    plot_times: Annotated[
+        Path | None,
+        typer.Option("--plot-times", help="Only draw the angles that training samples, as an SVG."),
+    ] = None,
     show: Annotated[
         bool, typer.Option("--print-config", help="Print the resolved config with the source of each value.")
     ] = False,
@@ -67,6 +71,12 @@ def command(
     resolved = resolved_of("distill", DistillConfig, preset, config, flags, overrides)
     if show:
         typer.echo(print_config(resolved), nl=False)
+        return
+    if plot_times is not None:
+        from flowkit.assemble.plot_times import plot
+
+        plot(resolved.config, plot_times)
+        typer.echo(f"the angles of training are drawn in {plot_times}")
         return
     if dry_run:
         from flowkit.assemble.plan_distill import plan, told

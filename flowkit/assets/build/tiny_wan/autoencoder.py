@@ -41,7 +41,7 @@ def batches(stills: int, moving: int) -> Iterator[Tensor]:
         yield x
 
 
-def train_vae(folder: Path, stills: int = 1600, moving: int = 2400, kl: float = 2e-4) -> Any:
+def train_vae(folder: Path, stills: int = 1600, moving: int = 4800, kl: float = 2e-4) -> Any:
     """L1 and L2, eight times as much on the thing as on the ground, plus a KL strong enough for smooth latents."""
     steps = stills + moving
     torch.manual_seed(0)
