@@ -169,7 +169,7 @@ def test_forward_mode_is_that_of_differences(case: str, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ALL)
 def test_forward_mode_by_dual_numbers_is_the_tangent(backend: str) -> None:
-    (q, k, v), (tq, tk, tv), options = given(CASES["mask that adds"])
+    (q, k, v), (tq, _, tv), options = given(CASES["mask that adds"])
     _, right = attention_with_tangent(q, k, v, tq, None, tv, **options, backend=backend)
     make: Any = fwAD.make_dual
     unpack: Any = fwAD.unpack_dual
