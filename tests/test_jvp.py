@@ -268,3 +268,25 @@ def test_the_primals_stay_as_they_were() -> None:
     derivative(lambda x: x.mul(2).add_(1), (x,), (tx,))
     assert torch.equal(x, kept[0])
     assert torch.equal(tx, kept[1])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_costs_two_products_and_no_more(bias: bool) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    net = nn.Linear(4, 3, bias=bias).double()
+    x, tx = some(2, 5, 4), some(2, 5, 4, seed=1)
+    with FlopCounterMode(display=False) as once, torch.no_grad():
+        right = net(x)
+    with FlopCounterMode(display=False) as both:
+        y, dy = derivative(net, (x,), (tx,))
+    assert both.get_total_flops() == 2 * once.get_total_flops()
+    close(y, right)
+    close(dy, tx @ net.weight.detach().T)
+
+
+def test_a_layer_whose_weights_move_has_a_derivative() -> None:
+    x, w, b, tx, tw, tb = (some(*shape, seed=i) for i, shape in enumerate([(5, 4), (3, 4), (3,)] * 2))
+    close(derivative(F.linear, (x, w, b), (tx, tw, tb))[1], tx @ w.T + x @ tw.T + tb)
+    close(derivative(F.linear, (x, w, b), (tx, None, tb))[1], tx @ w.T + tb)
+    close(derivative(F.linear, (x, w, b), (None, tw, None))[1], x @ tw.T)
