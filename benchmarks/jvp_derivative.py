@@ -2,8 +2,9 @@
 
 python benchmarks/jvp_derivative.py [TOKENS]     # prints JSON; the ratio should stay under 2.5
 
-Two blocks of the size of a small Wan in float32, L = 1024 tokens unless told. The plain forward uses torch's own
-attention, the derivative flowkit's block by block. Both run in turns, and the ratio is of neighbours in time.
+Blocks of Wan 2.1 1.3B (12 heads of 128, feed-forward 8960) in float32, L = 1024 tokens unless told. The plain
+forward uses torch's own attention, the derivative flowkit's block by block. Both run in turns, and the ratio is
+of neighbours in time. A layer costs two products for one, attention six for two: the ratio nears 3 as L grows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from flowkit.jvp import derivative
 
-ROUNDS = 9
+BLOCKS, ROUNDS = 1, 7
 LIMIT = 2.5
 
 
@@ -31,7 +32,7 @@ def main() -> None:
     tokens = int(sys.argv[1]) if len(sys.argv) > 1 else 1024
     torch.manual_seed(0)
     net = WanTransformer3DModel(
-        num_attention_heads=6, attention_head_dim=64, text_dim=64, freq_dim=64, ffn_dim=1536, num_layers=2
+        num_attention_heads=12, attention_head_dim=128, ffn_dim=8960, text_dim=64, num_layers=BLOCKS
     ).eval()
     # patches of 2 x 2 pixels, 16 of them high
     x, dx = torch.randn(2, 1, 16, 1, 32, tokens // 8).unbind()
