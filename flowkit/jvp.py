@@ -67,8 +67,8 @@ class _Routed(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is F.scaled_dot_product_attention:
-            return _attention(*args, **(kwargs or {}))
+        if func in _OWN:
+            return _OWN[func](*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         # torch's own operators know their derivative or raise; an extension's may do neither, and then
         # its result would pass for a constant
@@ -102,6 +102,20 @@ def _attention(
     if tq is not None or tk is not None or tv is not None:
         o = make_dual(o, to)
     return o.reshape(o.shape[4 - ndim :]) if ndim < 4 else o
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Torch multiplies the input by the zero tangent of a weight that is held: half as much again, for nothing."""
+    x, tx = unpack_dual(input)
+    moving = [p for p in (weight, bias) if p is not None and _tangent(p) is not None]
+    if tx is None or moving:
+        return F.linear(input, weight, bias)
+    y: Tensor = make_dual(F.linear(x, weight, bias), F.linear(tx, weight))
+    return y
+
+
+#: torch's function -> ours, which knows of tangents
+_OWN: dict[Any, Callable[..., Tensor]] = {F.scaled_dot_product_attention: _attention, F.linear: _linear}
 
 
 def _batched(x: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -1,4 +1,4 @@
-"""Plant faults into flowkit/flow, one at a time, and see that a test turns red for each.
+"""Plant faults into flowkit/flow and flowkit/ops, one at a time, and see that a test turns red for each.
 
     python tests/mutants.py            all of them; exits 1 when one survives or no longer applies
     python tests/mutants.py clip ema   those whose name holds one of the words
@@ -10,6 +10,7 @@ Each fault is a text replacement in a copy of the package, in a temporary folder
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,12 +25,25 @@ LIMIT_S = 600
 
 @dataclass(frozen=True)
 class Fault:
-    """One replacement that must occur exactly once in its file."""
+    """One replacement that must occur exactly once in its file: of flowkit/flow, or with its folder of flowkit/."""
 
     name: str
     file: str
     right: str
     wrong: str
+
+    @property
+    def path(self) -> str:
+        """From the root of the repository."""
+        return f"flowkit/{self.file}" if "/" in self.file else f"flowkit/flow/{self.file}"
+
+    @property
+    def tests(self) -> list[str]:
+        """Where it should be noticed, the likeliest place first."""
+        if "/" not in self.file:
+            return [f"tests/flow/test_{self.file}", "tests/flow"]
+        layer, module = self.file.split("/")[:2]
+        return [f"tests/{layer}/test_{module}.py"]
 
 
 FAULTS = [
@@ -176,18 +190,31 @@ FAULTS = [
     Fault("student from sigma for its angle", "student.py", "math.atan(sigma_max), *mids][:n]", "math.pi / 2, *mids][:n]"),
     Fault("student with its first times last", "student.py", "*mids][:n], 0.0]", "*mids][-n:], 0.0]"),
     Fault("student's angles for times", "student.py", "return t_of(student_thetas(n, sigma_max, mids))", "return student_thetas(n, sigma_max, mids)"),
+    # attention with its derivative
+    Fault("block not rescaled", "ops/jvp_attention/blockwise.py", "O.mul_(rescale).baddbmm_", "O.baddbmm_"),
+    Fault("tangent's block not rescaled", "ops/jvp_attention/blockwise.py", "                C.mul_(rescale)\n", ""),
+    Fault("sum of H not rescaled", "ops/jvp_attention/blockwise.py", "r.mul_(rescale).add_", "r.add_"),
+    Fault("block's tangent without r O", "ops/jvp_attention/blockwise.py", "C.addcmul_(r, O, value=-1)", "C"),
+    Fault("blocks without the tangent of keys", "ops/jvp_attention/blockwise.py", "return tS if tk is None else tS.baddbmm_(q[:, rows], tk[:, cols].mT)", "return tS"),
+    Fault("block's tangent of queries not scaled", "ops/jvp_attention/blockwise.py", "None if tq_ is None else tq_ * scale", "tq_"),
+    Fault("nan in blocks without a key", "ops/jvp_attention/blockwise.py", "safe = top.masked_fill(top == -torch.inf, 0)", "safe = top"),
+    Fault("triangle one key late", "ops/jvp_attention/blockwise.py", "triu(1 + rows.start", "triu(2 + rows.start"),
+    Fault("gradient of blocks without its row sum", "ops/jvp_attention/blockwise.py", ".sub_(dot[:, rows])", ""),
+    Fault("all scores in one block", "ops/jvp_attention/blockwise.py", "slice(start, min(start + size, length)) for start in range(0, length, size)", "slice(0, length) for _ in range(1)"),
+    Fault("tangent without r O", "ops/jvp_attention/naive.py", "to += H @ v_ - H.sum(-1, keepdim=True) * o", "to += H @ v_"),
+    Fault("sums in half precision", "ops/jvp_attention/naive.py", "torch.float64 if dtype == torch.float64 else torch.float32", "dtype"),
+    Fault("heads shared in turns", "ops/jvp_attention/naive.py", "x.repeat_interleave(heads // x.shape[1], 1)", "x.repeat(1, heads // x.shape[1], 1, 1)"),
+    Fault("default scale of the values' width", "ops/jvp_attention/__init__.py", "q.shape[3] ** -0.5 if", "v.shape[3] ** -0.5 if"),
 ]  # fmt: skip
 
 
 def copy(place: Path) -> None:
-    """What the flow tests need of the repository, and nothing that could import the original."""
-    for part in ("flowkit/flow", "tests/flow", "tests/golden"):
+    """What these tests need of the repository, and nothing that could import the original."""
+    for part in ("flowkit/flow", "flowkit/ops", "tests/flow", "tests/ops", "tests/golden"):
         shutil.copytree(REPO / part, place / part, ignore=shutil.ignore_patterns("__pycache__"))
     for part in ("flowkit/__init__.py", "flowkit/types.py", "flowkit/errors.py"):
         shutil.copy(REPO / part, place / part)
-    settings = (
-        "[pytest]\nfilterwarnings = error\npythonpath = .\nmarkers = slow: takes more than ten seconds\n"
-    )
+    settings = "[pytest]\nfilterwarnings =\n  error\n  ignore:.*torch.jit.*:DeprecationWarning\npythonpath = .\nmarkers = slow: takes more than ten seconds\n"
     (place / "pytest.ini").write_text(settings, encoding="utf-8")
 
 
@@ -210,9 +237,8 @@ def run(place: Path, *argv: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def flow_tests(place: Path, first: str = "") -> tuple[int, str]:
-    """Run the copied tests that are not slow until one fails, those of the module `first` before the others."""
-    tests = [f"tests/flow/test_{first}", "tests/flow"] if first else ["tests/flow"]
+def copied_tests(place: Path, *tests: str) -> tuple[int, str]:
+    """Run those of the copied tests that are not slow until one fails."""
     return run(
         place,
         "-m",
@@ -232,7 +258,9 @@ def flow_tests(place: Path, first: str = "") -> tuple[int, str]:
 def first_failure(output: str) -> str:
     """The test that noticed, from pytest's summary."""
     found = [line.split(" - ")[0] for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return found[0].split("tests/flow/")[-1][:75] if found else output.strip().splitlines()[-1][:75]
+    return (
+        re.sub(r".*tests/(flow|ops)/", "", found[0])[:75] if found else output.strip().splitlines()[-1][:75]
+    )
 
 
 def main(words: list[str]) -> int:
@@ -248,25 +276,25 @@ def main(words: list[str]) -> int:
         if str(place) not in where:
             print(f"the copy is not what gets imported, but {where}")
             return 1
-        code, output = flow_tests(place)
+        code, output = copied_tests(place, *sorted({fault.tests[-1] for fault in chosen}))
         if code:
             print(f"the tests fail without any fault: {first_failure(output)}")
             return 1
         bad = 0
         for fault in chosen:
-            target = place / "flowkit" / "flow" / fault.file
+            target = place / fault.path
             text = target.read_text(encoding="utf-8")
             if text.count(fault.right) != 1:
                 verdict, note = "NOT APPLIED", f"{text.count(fault.right)} places match in {fault.file}"
             else:
                 target.write_text(text.replace(fault.right, fault.wrong), encoding="utf-8")
-                code, output = flow_tests(place, first=fault.file)
+                code, output = copied_tests(place, *fault.tests)
                 target.write_text(text, encoding="utf-8")
                 # 1: a test failed; 2: a module did not even import; anything else says nothing of the fault.
                 verdict = {0: "SURVIVED", 1: "caught", 2: "caught", -1: "caught"}.get(code, "NOT RUN")
                 note = "" if code == 0 else first_failure(output)
             bad += verdict != "caught"
-            print(f"{verdict:11}  {fault.file:12} {fault.name:36} {note}", flush=True)
+            print(f"{verdict:11}  {Path(fault.file).name:12} {fault.name:36} {note}", flush=True)
     print(f"{len(chosen) - bad} of {len(chosen)} faults caught")
     return 1 if bad else 0
 
