@@ -28,6 +28,18 @@ SHORT = [
     "eval.limit=2",
     "preview.prompts=1",
 ]
+SHORT_DISTILL = [
+    "--steps=1",
+    "batch=2",
+    "optim.micro=2",
+    "data.count=4",
+    "data.shard=4",
+    "teacher.steps=2",
+    "eval.limit=1",
+    "eval.steps=[1]",
+    "eval.teacher_steps=[]",
+    "preview.prompts=1",
+]
 
 
 def commands(page: Path) -> list[str]:
@@ -42,7 +54,7 @@ def python(page: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two folders of pictures, a prompt file and a reward of one's own."""
+    """Two folders of pictures, a prompt file, a reward of one's own, and students."""
     folder = tmp_path_factory.mktemp("docs")
     sample = [
         "sample",
@@ -62,6 +74,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "prompts.txt").write_text('the word "CAT"\nthe word "DOG"\n')
     (folder / "my_rewards.py").write_text("\n".join(python(ROOT / "docs" / "recipes" / "add-a-reward.md")))
     shutil.copy(folder / "out" / "manifest.jsonl", folder / "pictures")
+    monkeypatch = pytest.MonkeyPatch()
+    with monkeypatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["distill", "--preset", "tiny-flux-rcm", *SHORT_DISTILL]) == 0
+        shutil.copytree(folder / "runs" / "tiny-flux-rcm", folder / "runs" / "tiny-student-ocr")
     return folder
 
 
@@ -80,8 +97,10 @@ def test_a_command_of_the_docs_works_as_typed(
     for path in here.rglob("scores.jsonl"):
         path.unlink()
     arguments = shlex.split(command, comments=True)[1:]
-    if arguments[0] == "grpo" and not {"--dry-run", "--print-config"} & set(arguments):
-        arguments += SHORT
+    if not {"--dry-run", "--print-config", "--plot-times"} & set(arguments):
+        arguments += {"grpo": SHORT, "distill": SHORT_DISTILL}.get(arguments[0], [])
+    if arguments[0] == "grpo" and "tiny-student-ocr" in arguments:
+        shutil.rmtree(here / "runs" / "tiny-student-ocr")
     if "--prompts" in arguments and arguments[0] == "reward":
         (here / "pictures" / "manifest.jsonl").unlink()
     assert main(arguments) == 0
