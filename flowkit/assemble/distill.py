@@ -181,11 +181,11 @@ def state_of(roles: Roles, cfg: DistillConfig, own_guidance: float) -> DistillSt
     """Student and critic before their first step, each with its optimizer."""
     gamma = power_gamma(cfg.ema.width)
 
-    def side(weights: Weights, lr: float, average: Callable[[int], float] | None) -> TrainState:
+    def side(weights: Weights, lr: float, updates: int, average: Callable[[int], float] | None) -> TrainState:
         o = cfg.optim
         return TrainState.new(
             weights,
-            rate=LearningRate(lr, o.warmup, o.decay, total=cfg.steps),
+            rate=LearningRate(lr, o.warmup, o.decay, total=updates),
             betas=o.betas,
             eps=o.eps,
             weight_decay=o.weight_decay,
@@ -200,8 +200,10 @@ def state_of(roles: Roles, cfg: DistillConfig, own_guidance: float) -> DistillSt
     }
     student = weights_of(roles.model, cfg, roles.trainable("student"), info)
     return DistillState(
-        student=side(student, cfg.optim.lr, partial(power_beta, gamma=gamma)),
-        fake=side(plain(roles.trainable("fake")), cfg.optim.critic_lr, None),
+        student=side(
+            student, cfg.optim.lr, sum(n for _, n, _ in cfg.turns), partial(power_beta, gamma=gamma)
+        ),
+        fake=side(plain(roles.trainable("fake")), cfg.optim.critic_lr, sum(n for _, _, n in cfg.turns), None),
         offload=cfg.optim.offload,
     )
 

@@ -79,21 +79,16 @@ def data(cfg: DistillConfig) -> dict[str, Any]:
 
 def stages(cfg: DistillConfig) -> list[dict[str, Any]]:
     """Each stage: its iterations, and the turns of the student and of the critic among them."""
-    found, left = [], cfg.steps
-    for loss, asked in cfg.stages.items():
-        count = min(asked, left)
-        left -= count
-        student_turns = math.ceil(count / cfg.dmd.freq) if "dmd" in loss else count
-        found.append(
-            {
-                "loss": loss,
-                "iterations": count,
-                "student": student_turns,
-                "critic": count - student_turns,
-                "needs_data": loss in NEED_DATA,
-            }
-        )
-    return found
+    return [
+        {
+            "loss": loss,
+            "iterations": student + critic,
+            "student": student,
+            "critic": critic,
+            "needs_data": loss in NEED_DATA,
+        }
+        for loss, student, critic in cfg.turns
+    ]
 
 
 def memory(model: Description, cfg: DistillConfig, processes: int) -> dict[str, int]:

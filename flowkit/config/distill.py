@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Annotated, Literal
 
@@ -193,6 +194,17 @@ class DistillConfig(RunConfig):
                 return loss, start  # type: ignore[return-value]
             start += self.stages[loss]
         raise IndexError(f"iteration {i} is behind the last stage")
+
+    @property
+    def turns(self) -> list[tuple[str, int, int]]:
+        """Each stage within `steps`: its loss, and how many turns student and critic have in it."""
+        found, left = [], self.steps
+        for loss, asked in self.stages.items():
+            count = min(asked, left)
+            left -= count
+            student = math.ceil(count / self.dmd.freq) if "dmd" in loss else count
+            found.append((loss, student, count - student))
+        return found
 
     @model_validator(mode="after")
     def _check(self) -> DistillConfig:

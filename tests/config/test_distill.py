@@ -33,6 +33,12 @@ def test_the_stages_share_the_iterations_in_their_order() -> None:
         cfg.stage_at(9)
 
 
+def test_the_turns_of_each_stage_add_up_to_the_steps_of_the_run() -> None:
+    assert config("dmd.freq=2").turns == [("scm", 4, 0), ("scm+dmd", 3, 2)]
+    assert config("dmd.freq=2", "steps=6").turns == [("scm", 4, 0), ("scm+dmd", 1, 1)]
+    assert config("stages={dmd: 0, scm: 9}").turns == [("dmd", 0, 0), ("scm", 9, 0)]
+
+
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
