@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+Floats = NDArray[np.float32]
 WIDTH, HEIGHT, FRAMES, FPS = 32, 32, 9, 8
-SHAPES = ("square", "circle", "triangle")
+# half the width and half the height in sizes: all have the area of a square of half a side of 1
+SHAPES: dict[str, tuple[float, float]] = {"square": (1.0, 1.0), "bar": (1.5, 1 / 1.5), "pole": (1 / 1.5, 1.5)}
 COLOURS: dict[str, tuple[int, int, int]] = {
     "red": (232, 48, 40),
     "green": (56, 196, 72),
@@ -25,13 +27,13 @@ GROUNDS: dict[str, tuple[int, int, int]] = {
     "navy": (16, 20, 80),
     "brown": (84, 52, 24),
 }
-SIZES = (4.5, 7.0)  # half the height of the thing, pixels
-SPEEDS = (0.8, 1.8)  # pixels a frame
+SIZES = (4.2, 6.0)  # half a side of the square of the same area, pixels
+SPEEDS = (0.7, 1.5)  # pixels a frame
 
 
 @dataclass(frozen=True)
 class Scene:
-    """One clip: what moves, where from (centre, pixels), how large (half its height), how fast, before what."""
+    """One clip: what moves, where from (centre, pixels), how large (see `SIZES`), how fast, before what."""
 
     shape: str
     colour: str
@@ -45,14 +47,14 @@ class Scene:
 
 def draw_scene(rng: np.random.Generator) -> Scene:
     """Draw a scene; the thing stays within the frame for the whole clip."""
-    direction = str(rng.choice(list(DIRECTIONS)))
+    direction, shape = str(rng.choice(list(DIRECTIONS))), str(rng.choice(list(SHAPES)))
     size, speed = float(rng.uniform(*SIZES)), float(rng.uniform(*SPEEDS))
     places = []
-    for step, extent in zip(DIRECTIONS[direction], (WIDTH, HEIGHT), strict=True):
-        travel = step * speed * (FRAMES - 1)
-        places.append(float(rng.uniform(size + max(0.0, -travel), extent - size - max(0.0, travel))))
+    for step, extent, share in zip(DIRECTIONS[direction], (WIDTH, HEIGHT), SHAPES[shape], strict=True):
+        travel, half = step * speed * (FRAMES - 1), share * size
+        places.append(float(rng.uniform(half + max(0.0, -travel), extent - half - max(0.0, travel))))
     return Scene(
-        shape=str(rng.choice(SHAPES)),
+        shape=shape,
         colour=str(rng.choice(list(COLOURS))),
         direction=direction,
         x=places[0],
@@ -72,23 +74,26 @@ def render(scenes: Sequence[Scene]) -> NDArray[np.uint8]:
     dx = (np.arange(WIDTH, dtype=np.float32) + 0.5)[None, None, None] - path[..., 0, None, None]
     dy = (np.arange(HEIGHT, dtype=np.float32) + 0.5)[None, None, :, None] - path[..., 1, None, None]
     size = _column(scenes, "size")[..., None, None]
-    outside = np.choose(
-        np.array([SHAPES.index(s.shape) for s in scenes])[:, None, None, None],
-        [
-            np.maximum(abs(dx), abs(dy)) - size,
-            np.sqrt(dx**2 + dy**2) - size,
-            # apex above, base below: the sides rise two pixels for each one inwards
-            np.maximum((2 * abs(dx) - dy - size) / np.float32(5**0.5), dy - size),
-        ],
-    )
-    cover = (0.5 - outside).clip(0, 1)[..., None]
+    which = np.array([list(SHAPES).index(s.shape) for s in scenes])[:, None, None, None]
+    far = np.choose(which, [outside(shape, dx, dy, size) for shape in SHAPES])
+    cover = (0.5 - far).clip(0, 1)[..., None]
     ink = np.array([COLOURS[s.colour] for s in scenes], np.float32)[:, None, None, None]
     ground = np.array([GROUNDS[s.ground] for s in scenes], np.float32)[:, None, None, None]
     pixels: NDArray[np.uint8] = (ground + cover * (ink - ground)).round().astype(np.uint8)
     return pixels
 
 
-def _column(scenes: Sequence[Scene], name: str) -> NDArray[np.float32]:
+def outside(shape: str, dx: Floats, dy: Floats, size: Floats) -> Floats:
+    """How far outside the thing a point is that lies dx to the right of its centre and dy below it.
+
+    In pixels, below 0 inside; the edge is soft from -1/2 to 1/2.
+    """
+    across, down = SHAPES[shape]
+    far: Floats = np.maximum(abs(dx) - np.float32(across) * size, abs(dy) - np.float32(down) * size)
+    return far
+
+
+def _column(scenes: Sequence[Scene], name: str) -> Floats:
     return np.array([getattr(s, name) for s in scenes], np.float32)[:, None]
 
 
