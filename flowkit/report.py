@@ -18,6 +18,10 @@ Points = list[tuple[int, float]]
 
 _SECTIONS = (  # title, what a metric's name begins with, in this order
     ("Evaluation", ("eval/",)),
+    (
+        "Student and critic",
+        ("loss/", "dmd_weight", "grad_norm/fake", "g_norm", "cos_g", "probe/", "frac_dropped"),
+    ),
     ("Reward", ("reward", "rewards/", "frac_")),
     (
         "Policy",

@@ -125,3 +125,19 @@ def test_an_empty_run_gives_a_report_too(tmp_path: Path, names: list[str]) -> No
 def test_a_metric_that_was_never_finite_is_said(tmp_path: Path) -> None:
     Metrics(tmp_path).log(1, {"kl": math.inf})
     assert "no finite value" in report.render(tmp_path)
+
+
+def test_the_figures_of_a_distillation_stand_together(tmp_path: Path) -> None:
+    row = {
+        "step": 1,
+        "loss/fake": 2.0,
+        "g_norm": 1.0,
+        "g_norm/theta_1_of_4": 3.0,
+        "frac_dropped": 0.0,
+        "lr": 1.0,
+    }
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    page = report.render(tmp_path)
+    section = page.split("<h2>Student and critic</h2>")[1].split("<h2>")[0]
+    assert all(name in section for name in row.keys() - {"step", "lr"})
+    assert "lr" in page.split("<h2>Policy</h2>")[1]
