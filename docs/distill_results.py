@@ -92,7 +92,7 @@ def main() -> None:
     others, _ = bench.drawn(bench.model, teacher(t.steps), 10_000)
     rows[f"teacher, {t.steps} steps, other seeds"] = bench.judged(others, theirs, seconds)
     for n in (4, 2, 1):
-        pixels, seconds = bench.drawn(bench.model, teacher(n), 0)
+        pixels, seconds = bench.drawn(bench.model, teacher(n), 30_000)
         rows[f"teacher, {n} steps"] = bench.judged(pixels, theirs, seconds)
         shown.append((f"teacher {n}", pixels[:8, 0]))
     for run in args.runs:

@@ -27,4 +27,5 @@ def _distances(x: Tensor, y: Tensor) -> Tensor:
     """Euclidean distances [N, M] over sqrt(d), float64."""
     a, b = (z.flatten(1).double() for z in (x, y))
     apart: Tensor = torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist")
-    return apart / a.shape[1] ** 0.5
+    scaled: Tensor = apart / a.shape[1] ** 0.5
+    return scaled

@@ -47,6 +47,8 @@ REWARDS: dict[str, str] = {  # name: 'module:factory'
     "jpeg": "flowkit.rewards.jpeg:compressibility",
     "jpeg-compressibility": "flowkit.rewards.jpeg:compressibility",
     "jpeg-incompressibility": "flowkit.rewards.jpeg:incompressibility",
+    "shapes": "flowkit.rewards.shapes:Shapes",
+    "motion": "flowkit.rewards.shapes:Motion",
 }
 
 
