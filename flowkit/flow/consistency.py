@@ -171,12 +171,11 @@ def check_h(h: float, dtype: torch.dtype) -> None:
         ValueError: when h is below `smallest_h(dtype)`, or is no small angle.
     """
     least, name = smallest_h(dtype), str(dtype).removeprefix("torch.")
+    enough = f"{1.05 * least:.2g}"  # not below it after rounding
     if not h >= least:
-        raise ValueError(
-            f"a difference over h = {h:g} drowns in the rounding of {name}: use h >= {least:.2g}"
-        )
+        raise ValueError(f"a difference over h = {h:g} drowns in the rounding of {name}: use h >= {enough}")
     if h > 0.2:
-        raise ValueError(f"h = {h:g} is too long for a first-order difference: use {least:.2g} to 0.2")
+        raise ValueError(f"h = {h:g} is too long for a first-order difference: use {enough} to 0.2")
 
 
 # --- discrete consistency ---------------------------------------------------------------------------------
