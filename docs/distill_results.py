@@ -2,7 +2,7 @@
 
 Each RUN is a folder of `flowkit distill`, all of one model. Prints one table: score and, where the reward says it,
 exact share; spread of the samples of a prompt over the teacher's; energy distance to the teacher's samples, over that
-spread (the teacher's own second half is the floor). Writes a sheet of pictures with --sheet FILE.
+spread (its other seeds are the floor); seconds to draw all latents. Writes a sheet of pictures with --sheet FILE.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flowkit.config.distill import DistillConfig
 from flowkit.config.load import resolve
 from flowkit.data.prompts import read
 from flowkit.evaluate.spread import energy_distance, spread
-from flowkit.generate import Recipe, draw
+from flowkit.generate import Recipe, draw_latents
 from flowkit.models import FlowModel, load
 from flowkit.models.text import encode_all
 from flowkit.rewards import load as load_reward
@@ -41,11 +41,12 @@ class Bench:
         self.reward = load_reward(next(iter(cfg.reward)))
 
     def drawn(self, model: FlowModel, recipe: Recipe, seed: int) -> tuple[Tensor, float]:
-        """Pixels [P, K, F, 3, H, W] and the seconds that they took."""
+        """Pixels [P, K, F, 3, H, W], and the seconds that their latents took (decoding is the same for all)."""
         jobs = [(i, seed + k) for i in range(len(self.prompts)) for k in range(self.samples)]
         begun = time.perf_counter()
-        parts = [m.pixels for _, m in draw(model, lambda rows: self.table[rows], jobs, recipe, 32)]
+        latents = [x0 for _, x0 in draw_latents(model, lambda rows: self.table[rows], jobs, recipe, 32)]
         seconds = time.perf_counter() - begun
+        parts = [model.decode(x0).pixels for x0 in latents]
         return torch.cat(parts).unflatten(0, (len(self.prompts), self.samples)), seconds
 
     def judged(self, pixels: Tensor, theirs: Tensor, seconds: float) -> dict[str, float]:
