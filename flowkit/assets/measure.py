@@ -113,9 +113,14 @@ def round_trip(model: Any, signs: Sequence[Sign]) -> dict[str, float]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("bundle", choices=["tiny-flux"])
+    parser.add_argument("bundle", choices=["tiny-flux", "tiny-wan"])
     parser.add_argument("--prompts", type=int, default=200)
     args = parser.parse_args()
+    if args.bundle == "tiny-wan":
+        from flowkit.assets import measure_clips
+
+        measure_clips.measure(args.prompts)
+        return
     model = load(f"builtin:{args.bundle}")
     rng = np.random.default_rng(20)
     prompts = [draw_prompt(rng, draw_sign(rng)) for _ in range(args.prompts)]
