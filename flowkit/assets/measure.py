@@ -115,13 +115,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("bundle", choices=["tiny-flux", "tiny-wan"])
     parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--model", help="another model of that world, instead of the bundle")
     args = parser.parse_args()
+    name = args.model or f"builtin:{args.bundle}"
     if args.bundle == "tiny-wan":
         from flowkit.assets import measure_clips
 
-        measure_clips.measure(args.prompts)
+        measure_clips.measure(args.prompts, name)
         return
-    model = load(f"builtin:{args.bundle}")
+    model = load(name)
     rng = np.random.default_rng(20)
     prompts = [draw_prompt(rng, draw_sign(rng)) for _ in range(args.prompts)]
     found: dict[str, object] = {
