@@ -1,7 +1,8 @@
 """Compare students with their teacher: `python docs/distill_results.py RUN... [--prompts N] [--samples K]`.
 
 Each RUN is a folder of `flowkit distill`, all of one model. Prints one table: score and, where the reward says it,
-exact share; spread of the samples of a prompt over the teacher's; energy distance to the teacher's samples, over that
+exact share; spread of the samples of a prompt over the teacher's, in pixels and, for things that move, in what is seen
+(place, size, speed, ground); energy distance to the teacher's samples, over that
 spread (its other seeds are the floor); seconds to draw all latents. Writes a sheet of pictures with --sheet FILE.
 """
 
@@ -12,6 +13,7 @@ import json
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from flowkit.assemble.students import put_on, recipe_of, student_of
 from flowkit.config.distill import DistillConfig
 from flowkit.config.load import resolve
 from flowkit.data.prompts import read
+from flowkit.evaluate.diversity import diversity
 from flowkit.evaluate.spread import energy_distance, spread
 from flowkit.generate import Recipe, draw_latents
 from flowkit.models import FlowModel, load
@@ -39,6 +42,7 @@ class Bench:
         self.prompts = asked[:: max(1, len(asked) // prompts)][:prompts]
         self.table = encode_all(self.model, [p.text for p in self.prompts])
         self.reward = load_reward(next(iter(cfg.reward)))
+        self.seen: list[list[Any]] = []
 
     def drawn(self, model: FlowModel, recipe: Recipe, seed: int) -> tuple[Tensor, float]:
         """Pixels [P, K, F, 3, H, W], and the seconds that their latents took (decoding is the same for all)."""
@@ -53,20 +57,30 @@ class Bench:
         """The row of one sampler; `theirs` are the teacher's."""
         asked: list[Prompt] = [p for p in self.prompts for _ in range(self.samples)]
         media = Media(pixels.flatten(0, 1))
-        values, exact = [], []
+        values, details = [], []
         for i in range(0, len(asked), 32):
             scores = self.reward(Media(media.pixels[i : i + 32]), asked[i : i + 32])
             values += scores.values.tolist()
-            exact += [float(d["exact"]) for d in scores.details if "exact" in d]
+            details += scores.details
+        exact = [float(d["exact"]) for d in details if "exact" in d]
+        groups = [details[i : i + self.samples] for i in range(0, len(details), self.samples)]
+        self.seen = self.seen or groups  # the teacher's come first
+        choice = [diversity(a, b).mean for a, b in zip(groups, self.seen, strict=True) if wide_enough(b)]
         known = [v for v in values if not math.isnan(v)]
         wide = [spread(a) for a in theirs]
         return {
             "mean": sum(known) / len(known),
             "exact": sum(exact) / len(exact) if exact else math.nan,
+            "choice": sum(c for c in choice if c == c) / max(1, sum(c == c for c in choice)),
             "spread": sum(spread(a) for a in pixels) / sum(wide),
             "energy": sum(energy_distance(a, b) for a, b in zip(pixels, theirs, strict=True)) / sum(wide),
             "seconds": seconds,
         }
+
+
+def wide_enough(details: list[Any]) -> bool:
+    """Whether the teacher's clips of a prompt show things whose choice can be measured."""
+    return sum("x" in d and "fault" not in d and "error" not in d for d in details) > 1
 
 
 def main() -> None:
@@ -104,12 +118,10 @@ def main() -> None:
             pixels, seconds = bench.drawn(model, recipe_of(student, cfg.pixels, steps=n), 20_000)
             rows[f"{run.name}, {n} steps"] = bench.judged(pixels, theirs, seconds)
             shown.append((f"{run.name} {n}", pixels[:8, 0]))
-    print("| | exact | mean | spread | energy distance | seconds |\n|---|---|---|---|---|---|")
+    print("| | exact | mean | spread | choice | energy distance | seconds |\n|---|---|---|---|---|---|---|")
     for name, row in rows.items():
-        print(
-            f"| {name} | {row['exact']:.3f} | {row['mean']:.3f} | {row['spread']:.2f} | {row['energy']:.3f} "
-            f"| {row['seconds']:.2f} |"
-        )
+        numbers = [f"{row[key]:.3f}" for key in ("exact", "mean", "spread", "choice", "energy", "seconds")]
+        print(f"| {name} | {' | '.join(numbers)} |")
     print(json.dumps(rows))
     if args.sheet:
         pictures = [thumbnail(p) for _, part in shown for p in part]
