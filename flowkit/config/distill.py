@@ -238,6 +238,11 @@ class DistillConfig(RunConfig):
             raise refuse(
                 "eval.prompts", "rewards need held-out prompts to judge: a prompt file, or builtin:NAME"
             )
+        if self.lora.dropout:
+            raise refuse(
+                "lora.dropout",
+                "the derivative and the target of one network would drop other weights than its output; use 0",
+            )
         if self.optim.micro > self.batch:
             raise refuse("optim.micro", f"micro {self.optim.micro} is more than the batch of {self.batch}")
         return self

@@ -54,6 +54,7 @@ def test_the_turns_of_each_stage_add_up_to_the_steps_of_the_run() -> None:
         ("reward={ocr: 1}", "need held-out prompts"),
         ("optim.micro=16", "more than the batch of 8"),
         ("times.student={lo: 0.6, hi: 0.5}", "is not below hi"),
+        ("lora.dropout=0.1", "would drop other weights"),
         ("scm.fd_type=3", "scm.fd_type"),
         ("scm.fd_step=0.5", "scm.fd_step"),
         ("teacher={}", "teacher.guidance"),
