@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flowkit.assemble.common import harmless, inputs, model_of, prepare, weights_of
-from flowkit.assemble.latents import conditions, latents_of, make, table_of
+from flowkit.assemble.latents import conditions, data_input, latents_of, make, table_of
 from flowkit.config.distill import DistillConfig, TimeConfig
 from flowkit.config.load import Resolved, dump
 from flowkit.data.prompts import read
@@ -70,7 +70,7 @@ def run(resolved: Resolved[DistillConfig], *, resume: Path | None, fresh: bool, 
                 force=force,
                 dist=dist,
                 harmless=harmless(cfg.optim),
-                inputs=inputs(model, prompts),
+                inputs={**inputs(model, prompts), **data_input(cfg)},
             )
         )
         data = latents_of(model, cfg, dist, say_made)

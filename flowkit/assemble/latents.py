@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -40,6 +41,18 @@ def latents_of(model: FlowModel, cfg: DistillConfig, dist: Dist, told: Told) -> 
     elif data.kind == "media":
         folder = encode_media(model, cfg, dist, told)
     return open_folder(folder, family=model.family, shape=model.latent_shape(cfg.pixels))
+
+
+def data_input(cfg: DistillConfig) -> dict[str, str]:
+    """Digest of names and sizes of the files of one's own data: a resumed run must find the same.
+
+    Latents that the teacher makes need none: their shards say how they were made.
+    """
+    if cfg.data.kind not in ("shards", "media") or cfg.data.path is None:
+        return {}
+    folder = Path(cfg.data.path).expanduser()
+    files = sorted((p.name, p.stat().st_size) for p in folder.glob("*") if p.is_file())
+    return {"data.path": hashlib.sha256(json.dumps(files).encode()).hexdigest()}
 
 
 def make(model: FlowModel, cfg: DistillConfig, dist: Dist, told: Told) -> None:

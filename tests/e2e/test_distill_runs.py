@@ -258,6 +258,11 @@ def test_a_folder_of_pictures_is_encoded_once(bundle: Path, tmp_path: Path) -> N
         assert [p.name for p in shards] == ["shard-00000.safetensors", "shard-00001.safetensors"]
         times.append([os.stat(p).st_mtime_ns for p in shards])
     assert times[0] == times[1]
+    Image.fromarray(rng.integers(0, 255, (32, 32, 3), dtype=np.uint8)).save(media / "3.png")
+    (media / "prompts.txt").write_text("a\nb\nc\nd\n", encoding="utf-8")
+    other = runs.flowkit("distill", "--config", path, "--steps", 2)
+    assert other.returncode == 2
+    assert "data.path" in other.stderr
 
 
 NAN = """
