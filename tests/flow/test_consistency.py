@@ -265,8 +265,10 @@ def test_a_step_that_drowns_is_refused_with_one_that_does() -> None:
     check_h(0.1, torch.bfloat16)
     with pytest.raises(ValueError, match=r"float32: use h >= 0.00036"):
         check_h(1e-4, torch.float32)
-    with pytest.raises(ValueError, match=r"bfloat16: use h >= 0.088"):
+    with pytest.raises(ValueError, match=r"bfloat16: use h >= 0.093"):
         check_h(1e-3, torch.bfloat16)
+    check_h(0.00036, torch.float32)
+    check_h(0.093, torch.bfloat16)
     with pytest.raises(ValueError, match="too long"):
         check_h(0.5, torch.float32)
     with pytest.raises(ValueError, match="drowns"):
