@@ -74,6 +74,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "prompts.txt").write_text('the word "CAT"\nthe word "DOG"\n')
     (folder / "my_rewards.py").write_text("\n".join(python(ROOT / "docs" / "recipes" / "add-a-reward.md")))
     shutil.copy(folder / "out" / "manifest.jsonl", folder / "pictures")
+    clips = ["sample", "-p", "a red square moving left", "--model", "builtin:tiny-wan", "--steps", "2"]
+    assert main([*clips, "--out", str(folder / "things")]) == 0
     monkeypatch = pytest.MonkeyPatch()
     with monkeypatch.context() as patch:
         patch.chdir(folder)
@@ -99,6 +101,8 @@ def test_a_command_of_the_docs_works_as_typed(
     arguments = shlex.split(command, comments=True)[1:]
     if not {"--dry-run", "--print-config", "--plot-times"} & set(arguments):
         arguments += {"grpo": SHORT, "distill": SHORT_DISTILL}.get(arguments[0], [])
+    if arguments[0] == "sample" and "things" in arguments:
+        shutil.rmtree(here / "things")
     if arguments[0] == "grpo" and "tiny-student-ocr" in arguments:
         shutil.rmtree(here / "runs" / "tiny-student-ocr")
     if "--prompts" in arguments and arguments[0] == "reward":
