@@ -146,7 +146,7 @@ def told(found: dict[str, Any], *, as_json: bool) -> str:
     step = f", step {derivative['fd_step']:.2g} rad" if derivative["fd_step"] else ""
     lines = [
         f"model     {model['told']}",
-        f"data      {kinds[data_['kind']]}; {data_['prompts']} prompts",
+        f"data      {kinds[data_['kind']]}" + (f"; {data_['prompts']} prompts" if data_["prompts"] else ""),
         *(
             f"stage     {s['loss']}: {s['iterations']} iterations, {s['student']} of the student, "
             f"{s['critic']} of the critic"
