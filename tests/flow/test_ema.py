@@ -165,6 +165,14 @@ def test_the_power_average_is_the_references(case: dict[str, Any]) -> None:
         assert power_beta(int(i), case["gamma"]) == pytest.approx(beta, rel=1e-10)
 
 
+def test_a_power_average_is_the_parameters_themselves_after_the_first_step() -> None:
+    p = torch.ones(1)
+    ema = Ema({"p": p}, partial(power_beta, gamma=power_gamma(0.1)))
+    p.fill_(3.0)
+    ema.update(0)
+    assert ema.state()["p"].item() == 3.0
+
+
 @pytest.mark.parametrize("s", [0.001, 0.05, 0.1, 0.28])
 def test_gamma_is_the_largest_root(s: float) -> None:
     gamma, q = power_gamma(s), s**-2
