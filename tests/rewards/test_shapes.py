@@ -143,7 +143,7 @@ def test_smears_are_never_exact_whatever_is_asked() -> None:
     cut = rng.permutation(n)
     smears = {
         "average of two": ((first + second) / 2)[apart],
-        "blur": blurred(clips, 3.0),
+        "blur": blurred(clips, 2.0),
         "fade": ground + (clips - ground) * fade,
         "half there": ground + (clips - ground) / 2,
         "two things": both[apart],
@@ -196,15 +196,17 @@ def test_a_path_with_a_step_back_or_aslant_has_no_direction() -> None:
 
 
 def test_clips_of_any_size_and_length_are_seen() -> None:
-    rng = np.random.default_rng(8)
-    scenes = [draw_scene(rng) for _ in range(10)]
-    prompts = [prompt_of(scene) for scene in scenes]
-    small = render(scenes)
-    large = small.repeat(3, 2).repeat(3, 3)  # stairs at the edges, as a coarse model would draw them
-    padded = np.pad(small, [(0, 0), (0, 0), (9, 0), (0, 30), (0, 0)], mode="edge")
-    assert exact(large, prompts).all()
-    assert exact(padded, prompts).all()
-    assert exact(small[:, :7], prompts).all()
+    ground = np.array([GROUNDS[s.ground] for s in SCENES], np.uint8)[:, None, None, None]
+    larger = np.broadcast_to(ground, (len(CLIPS), FRAMES, HEIGHT + 9, WIDTH + 30, 3)).copy()
+    larger[:, :, 9:, :WIDTH] = CLIPS
+    assert exact(larger).all()
+    # edges in stairs of three pixels, where the drawing that they are compared with has soft ones: .977 measured
+    assert exact(CLIPS[:100].repeat(3, 2).repeat(3, 3), FULL[:100]).mean() > 0.94
+    short = exact(CLIPS[:, :5])
+    for scene, right in zip(SCENES, short, strict=True):
+        far = 4 * scene.speed - scene.size / 2  # a thing has to get half its size on to have a direction
+        assert right or far < 0.1, scene
+    assert short.mean() > 0.95
 
 
 def test_a_picture_has_no_motion_so_only_colour_and_shape_count() -> None:
