@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,30 +13,26 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flowkit.assemble.common import harmless, inputs, model_of, prepare, weights_of
+from flowkit.assemble.judge import Judge
 from flowkit.assemble.latents import conditions, data_input, latents_of, make, table_of
 from flowkit.config.distill import DistillConfig, TimeConfig
 from flowkit.config.load import Resolved, dump
 from flowkit.data.prompts import read
 from flowkit.errors import UsageError, UserError
-from flowkit.evaluate.heldout import evaluate
 from flowkit.flow.consistency import check_h, smallest_h
 from flowkit.flow.ema import power_beta, power_gamma
 from flowkit.flow.times import Interval, LogNormal, Times, UniformShift
-from flowkit.generate import Recipe, draw
-from flowkit.models import DTYPES, Cond, FlowModel, checkpoint_activations
+from flowkit.models import DTYPES, FlowModel, checkpoint_activations
 from flowkit.models.files import read_safetensors
-from flowkit.models.roles import Role, Roles
+from flowkit.models.roles import Roles
 from flowkit.rewards.pool import RewardPool
 from flowkit.run import drive
 from flowkit.runtime import dist as processes
-from flowkit.runtime.clips import save_sheet, thumbnail
-from flowkit.runtime.dist import Dist
 from flowkit.runtime.folder import open_folder
 from flowkit.runtime.log import Metrics, check
 from flowkit.runtime.progress import Progress
 from flowkit.trainers.rcm import World, train
 from flowkit.trainers.state import DistillState, LearningRate, TrainState, Weights
-from flowkit.types import Prompt
 
 CRITIC_FILE = "fake.safetensors"
 
@@ -244,90 +240,3 @@ def sampler_of(cfg: DistillConfig, own_guidance: float) -> dict[str, Any]:
         },
         "size": cfg.size,
     }
-
-
-class Judge:
-    """Held-out figures and previews: the averaged student at each number of steps, the teacher at the start."""
-
-    def __init__(
-        self,
-        cfg: DistillConfig,
-        world: World,
-        state: DistillState,
-        prompts: Sequence[Prompt],
-        conds: Callable[[Sequence[int]], Cond] | None,
-        pool: RewardPool | None,
-        dist: Dist,
-    ) -> None:
-        self.cfg, self.world, self.state, self.prompts = cfg, world, state, prompts
-        self.conds, self.pool, self.dist = conds, pool, dist
-
-    def evaluate(self) -> dict[str, float]:
-        """`eval/student-N_<reward>_<figure>` for each N of eval.steps, and at step 0 `eval/teacher-N_...`."""
-        asked: list[tuple[Role, int]] = [("student", n) for n in self.cfg.eval.steps]
-        if self.state.step == 0:
-            asked = [*(("teacher", n) for n in self.cfg.eval.teacher_steps), *asked]
-        row: dict[str, float] = {}
-        if self.conds is None or self.pool is None:
-            return row
-        for role, n in asked:
-            with self.shown(role, averaged=True) as model:
-                found = evaluate(
-                    model,
-                    self.conds,
-                    self.prompts,
-                    self.pool.submit,
-                    self.recipe(role, n),
-                    self.cfg.eval.batch,
-                    self.cfg.seed,
-                    self.dist,
-                )
-            row |= {name.replace("eval/", f"eval/{role}-{n}_"): value for name, value in found.items()}
-        return row
-
-    def preview(self, path: Path) -> None:
-        """The same prompts and noise for the student, its average, and the teacher, a row each."""
-        if not self.dist.main or self.conds is None:
-            return
-        jobs = [(i, self.cfg.seed) for i in range(min(self.cfg.preview.prompts, len(self.prompts)))]
-        rows: list[tuple[Role, bool, int, str]] = [
-            *(("student", False, n, f"raw {n}") for n in self.cfg.eval.steps),
-            *(("student", True, n, f"ema {n}") for n in self.cfg.eval.steps),
-            ("teacher", True, self.cfg.teacher.steps, f"teacher {self.cfg.teacher.steps}"),
-        ]
-        shown = []
-        for role, averaged, n, label in rows:
-            with self.shown(role, averaged=averaged) as model:
-                for part, media in draw(model, self.conds, jobs, self.recipe(role, n), self.cfg.eval.batch):
-                    shown += [(f"{label} {i}", thumbnail(media.pixels[k])) for k, (i, _) in enumerate(part)]
-        text = {"prompts": [self.prompts[i].text for i, _ in jobs], "step": self.state.step}
-        save_sheet(path, [p for _, p in shown], len(jobs), [label for label, _ in shown], text)
-
-    @contextmanager
-    def shown(self, role: Role, *, averaged: bool) -> Iterator[FlowModel]:
-        """The network of a role, with the student's average in it."""
-        with ExitStack() as stack:
-            if averaged and role == "student":
-                stack.enter_context(self.state.student.averaged())
-            yield stack.enter_context(self.world.roles.wear(role))
-
-    def recipe(self, role: Role, steps: int) -> Recipe:
-        """How a role is sampled."""
-        c, s = self.cfg, self.cfg.student
-        if role == "student":
-            settings = {"sigma_max": s.sigma_max, "thetas": s.thetas}
-            return Recipe(
-                steps=steps,
-                size=c.pixels,
-                guidance=self.world.own_guidance,
-                law="consistency",
-                schedule="student",
-                settings=settings,
-            )
-        return Recipe(
-            steps=steps,
-            size=c.pixels,
-            guidance=c.teacher.guidance,
-            schedule=c.teacher.schedule.name,
-            settings=c.teacher.schedule.settings,
-        )
