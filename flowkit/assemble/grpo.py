@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,6 +23,7 @@ from flowkit.evaluate.heldout import evaluate
 from flowkit.flow.windows import trained_steps
 from flowkit.generate import Recipe, draw, grid_of
 from flowkit.models import Cond, FlowModel, checkpoint_activations, lora
+from flowkit.models.files import fingerprint
 from flowkit.models.text import encode_all
 from flowkit.rewards.pool import RewardPool
 from flowkit.rollout import Walk
@@ -176,10 +176,10 @@ def trained(model: FlowModel, cfg: GrpoConfig) -> Weights:
 
 
 def student_input(cfg: GrpoConfig) -> dict[str, str]:
-    """Digest of the student that the run goes on from: a resumed run must find the same."""
+    """Fingerprint of the student that the run goes on from: a resumed run must find the same."""
     if cfg.student is None:
         return {}
-    return {"student": hashlib.sha256(student_of(cfg.student).path.read_bytes()).hexdigest()}
+    return {"student": fingerprint([student_of(cfg.student).path])}
 
 
 def sampler_of(cfg: GrpoConfig) -> dict[str, object]:
