@@ -7,6 +7,7 @@ All float64, from an explicit generator. An interval is one of tau, the rectifie
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,11 +41,12 @@ class Times(Protocol):
         ...
 
 
-class _Inverse:
+class _Inverse(ABC):
     """Drawing by the inverse of the cdf."""
 
+    @abstractmethod
     def quantile(self, u: Tensor) -> Tensor:
-        raise NotImplementedError
+        """The inverse of the cdf."""
 
     def sample(self, n: int, generator: torch.Generator, *, stratified: bool = False) -> Tensor:
         """Draw theta [n]; see `Times.sample`."""
