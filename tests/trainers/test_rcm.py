@@ -14,6 +14,7 @@ from flowkit.jvp import derivative
 from flowkit.runtime.dist import Dist
 from flowkit.trainers import rcm
 from flowkit.trainers.meters import Meter
+from flowkit.trainers.state import DistillState, LearningRate, TrainState, Weights
 from tests.trainers import toy_distil as toy
 
 STAGES = ("dcm", "scm", "scm+dmd", "dmd")
@@ -216,3 +217,54 @@ def test_the_tables_by_angle_add_up_to_the_means() -> None:
     assert row["g_norm/theta_3_of_4"] == pytest.approx(5.0)
     assert "g_norm/theta_4_of_4" not in row
     assert row["cos_g"] == pytest.approx(1.0)
+
+
+def test_offload_parks_the_moments_of_the_one_that_waits_and_brings_back_those_of_the_one_at_work() -> None:
+    def side(device: str) -> TrainState:
+        p = torch.nn.Parameter(torch.zeros(2, device=device))
+        p.grad = torch.ones_like(p)
+        rate = LearningRate(1e-3)
+        weights = Weights({"w": p}, lambda *_: None, lambda _: None)
+        made = TrainState.new(
+            weights, rate=rate, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, grad_clip=1.0, ema_decay=None
+        )
+        made.optimizer.state[p] = {
+            name: torch.zeros(() if name == "step" else 2) for name in ("step", "exp_avg", "exp_avg_sq")
+        }
+        return made
+
+    def where(one: TrainState) -> set[str]:
+        (moments,) = one.optimizer.state.values()
+        assert moments["step"].device.type == "cpu"  # AdamW keeps it there
+        return {value.device.type for name, value in moments.items() if name != "step"}
+
+    # weights on the meta device stand for weights on a GPU: what belongs to them must go there, or stay behind
+    carried = DistillState(side("meta"), side("meta"), offload=True)
+    carried.begin(carried.student)
+    assert (where(carried.student), where(carried.fake)) == ({"meta"}, {"cpu"})
+    held = DistillState(side("meta"), side("meta"), offload=False)
+    held.begin(held.student)
+    assert (where(held.student), where(held.fake)) == ({"cpu"}, {"cpu"})
+
+
+def test_each_iteration_begins_with_the_side_that_it_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = toy.config(steps=4, optim__offload=True)
+    w = toy.world(cfg)
+    carried = toy.state(w.roles, cfg)
+    calls: list[tuple[str, str]] = []
+    names = {id(carried.student): "student", id(carried.fake): "fake"}
+
+    def park(self: TrainState, device: torch.device | str) -> None:
+        calls.append((names[id(self)], "park"))
+
+    def update(self: TrainState) -> Tensor:
+        calls.append((names[id(self)], "update"))
+        return plain(self)
+
+    plain = TrainState.update
+    monkeypatch.setattr(TrainState, "park", park)
+    monkeypatch.setattr(TrainState, "update", update)
+    list(rcm.train(w, cfg, carried, Dist()))
+    turn = [("fake", "park"), ("student", "park"), ("student", "update")]
+    other = [("student", "park"), ("fake", "park"), ("fake", "update")]
+    assert calls == [*turn, *other, *turn, *other]
