@@ -66,16 +66,21 @@ class Bench:
         groups = [details[i : i + self.samples] for i in range(0, len(details), self.samples)]
         self.seen = self.seen or groups  # the teacher's come first
         choice = [diversity(a, b).mean for a, b in zip(groups, self.seen, strict=True) if wide_enough(b)]
-        known = [v for v in values if not math.isnan(v)]
         wide = [spread(a) for a in theirs]
         return {
-            "mean": sum(known) / len(known),
-            "exact": sum(exact) / len(exact) if exact else math.nan,
-            "choice": sum(c for c in choice if c == c) / max(1, sum(c == c for c in choice)),
+            "mean": mean_known(values),
+            "exact": mean_known(exact),
+            "choice": mean_known(choice),
             "spread": sum(spread(a) for a in pixels) / sum(wide),
             "energy": sum(energy_distance(a, b) for a, b in zip(pixels, theirs, strict=True)) / sum(wide),
             "seconds": seconds,
         }
+
+
+def mean_known(values: list[float]) -> float:
+    """The mean without nan; nan where nothing else is left."""
+    known = [v for v in values if not math.isnan(v)]
+    return sum(known) / len(known) if known else math.nan
 
 
 def wide_enough(details: list[Any]) -> bool:
@@ -120,7 +125,8 @@ def main() -> None:
             shown.append((f"{run.name} {n}", pixels[:8, 0]))
     print("| | exact | mean | spread | choice | energy distance | seconds |\n|---|---|---|---|---|---|---|")
     for name, row in rows.items():
-        numbers = [f"{row[key]:.3f}" for key in ("exact", "mean", "spread", "choice", "energy", "seconds")]
+        keys = ("exact", "mean", "spread", "choice", "energy", "seconds")
+        numbers = ["-" if math.isnan(row[key]) else f"{row[key]:.3f}" for key in keys]
         print(f"| {name} | {' | '.join(numbers)} |")
     print(json.dumps(rows))
     if args.sheet:
