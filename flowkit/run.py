@@ -50,6 +50,7 @@ def drive(
     metrics: Metrics,
     progress: Progress,
     dist: Dist | None = None,
+    collect: Callable[[], object] = lambda: None,
 ) -> None:
     """Runs a trainer to `steps`; every `..._every` of 0 means never.
 
@@ -71,6 +72,7 @@ def drive(
         metrics: where rows go; on rank 0.
         progress: what the user sees; on rank 0.
         dist: the processes that run this together.
+        collect: called on all ranks before rank 0 saves the state.
 
     Raises:
         UserError: a loss or gradient norm is not finite (the checkpoints stay), or the disk is full.
@@ -115,6 +117,7 @@ def drive(
             if broken:
                 raise UserError(_diagnosis(folder, state.step, row))
             if stopped or state.step >= steps or _due(state.step, checkpoint_every, False):
+                collect()
                 dist.on_main(save)
     if stopped:
         raise SystemExit(128 + stopped)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Parameter
 
 from flowkit.config.schema import GrpoConfig
@@ -94,12 +95,15 @@ def weights_of(
         info: fields of the `flowkit` header; of `trained` the step is added.
     """
     full = cfg.train == "full"
-    write, read = (lora.save_full, lora.load_full) if full else (lora.save_lora, lora.load_lora)
+    read = lora.load_full if full else lora.load_lora
     inside = "transformer" if full else ""
 
-    def save(folder: Path, weights: str, step: int) -> None:
+    def save(folder: Path, weights: str, step: int, tensors: Mapping[str, Tensor] | None = None) -> None:
         about = {**info, "weights": weights, "trained": {**info["trained"], "step": step}}
         (folder / inside).mkdir(parents=True, exist_ok=True)
-        write(model, folder / inside, about)
+        if full:
+            lora.save_full(model, folder / inside, about, tensors)
+        else:
+            lora.save_lora(model, folder / inside, about)
 
     return Weights(dict(params), save, lambda folder: read(model, folder / inside))

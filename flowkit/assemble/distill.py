@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import Tensor
 from flowkit.assemble.common import harmless, inputs, model_of, prepare, weights_of
 from flowkit.assemble.judge import Judge
 from flowkit.assemble.latents import conditions, data_input, latents_of, make, table_of
+from flowkit.assemble.shards import check_shards, in_shards, refuse_missing
 from flowkit.config.distill import DistillConfig, TimeConfig
 from flowkit.config.load import Resolved, dump
 from flowkit.data.prompts import read
@@ -22,12 +23,13 @@ from flowkit.errors import UsageError, UserError
 from flowkit.flow.consistency import check_h, smallest_h
 from flowkit.flow.ema import power_beta, power_gamma
 from flowkit.flow.times import Interval, LogNormal, Times, UniformShift
-from flowkit.models import DTYPES, FlowModel, checkpoint_activations
+from flowkit.models import DTYPES, FlowModel, checkpoint_activations, sharding
 from flowkit.models.files import read_safetensors
 from flowkit.models.roles import Roles
 from flowkit.rewards.pool import RewardPool
 from flowkit.run import drive
 from flowkit.runtime import dist as processes
+from flowkit.runtime.dist import Dist
 from flowkit.runtime.folder import open_folder
 from flowkit.runtime.log import Metrics, check
 from flowkit.runtime.progress import Progress
@@ -49,6 +51,7 @@ def run(resolved: Resolved[DistillConfig], *, resume: Path | None, fresh: bool, 
     with ExitStack() as stack:
         dist = stack.enter_context(processes.init(cfg.device))
         dist.on_main(lambda: check(cfg.report_to))
+        check_shards(cfg, dist.world)
         prompts = read(cfg.data.prompts) if cfg.data.prompts and cfg.data.kind != "media" else []
         asked = read(cfg.eval.prompts)[: cfg.eval.limit] if cfg.eval.prompts else []
         model = model_of(cfg, str(dist.device))
@@ -69,14 +72,18 @@ def run(resolved: Resolved[DistillConfig], *, resume: Path | None, fresh: bool, 
                 inputs={**inputs(model, prompts), **data_input(cfg)},
             )
         )
+        if cfg.shard:
+            refuse_missing(model, cfg)
         data = latents_of(model, cfg, dist, say_made)
         conds = conditions(model, data, prompts, cfg, dist)
         held_out = table_of(model, [p.text for p in asked], cfg, dist) if asked else None
+        if cfg.shard:
+            sharding.shard(model)
         if cfg.gradient_checkpointing:
             checkpoint_activations(model)
         roles = roles_of(model, cfg)
         own_guidance = cfg.teacher.guidance if model.guidance_embedded else 1.0
-        state = state_of(roles, cfg, own_guidance)
+        state = state_of(roles, cfg, own_guidance, dist)
         if opened.checkpoint is not None:
             state.load(opened.checkpoint)
         world = World(
@@ -109,6 +116,7 @@ def run(resolved: Resolved[DistillConfig], *, resume: Path | None, fresh: bool, 
             metrics=metrics,
             progress=progress,
             dist=dist,
+            collect=state.collect,
         )
 
 
@@ -169,11 +177,11 @@ def times_of(cfg: TimeConfig) -> Times:
 def roles_of(model: FlowModel, cfg: DistillConfig) -> Roles:
     """Student, teacher and fake score, the first and the last trainable."""
     if cfg.networks == "three":
-        return Roles.three(model, lambda one: prepare(one, cfg))
+        return Roles.three(model, lambda one: prepare(one, cfg), sharding.twin if cfg.shard else None)
     return Roles.one(model, lambda one, adapter: prepare(one, cfg, adapter))
 
 
-def state_of(roles: Roles, cfg: DistillConfig, own_guidance: float) -> DistillState:
+def state_of(roles: Roles, cfg: DistillConfig, own_guidance: float, dist: Dist) -> DistillState:
     """Student and critic before their first step, each with its optimizer."""
     gamma = power_gamma(cfg.ema.width)
 
@@ -195,11 +203,15 @@ def state_of(roles: Roles, cfg: DistillConfig, own_guidance: float) -> DistillSt
         "sampler": sampler_of(cfg, own_guidance),
     }
     student = weights_of(roles.model, cfg, roles.trainable("student"), info)
+    fake = plain(roles.trainable("fake"))
+    if cfg.shard:
+        student = in_shards(student, roles.models["student"].net, lambda: roles.model.net.state_dict(), dist)
+        fake = in_shards(fake, roles.models["fake"].net, lambda: fake.params, dist)
     return DistillState(
         student=side(
             student, cfg.optim.lr, sum(n for _, n, _ in cfg.turns), partial(power_beta, gamma=gamma)
         ),
-        fake=side(plain(roles.trainable("fake")), cfg.optim.critic_lr, sum(n for _, _, n in cfg.turns), None),
+        fake=side(fake, cfg.optim.critic_lr, sum(n for _, _, n in cfg.turns), None),
         offload=cfg.optim.offload,
     )
 
@@ -207,9 +219,11 @@ def state_of(roles: Roles, cfg: DistillConfig, own_guidance: float) -> DistillSt
 def plain(params: dict[str, torch.nn.Parameter]) -> Weights:
     """Parameters as they are, for a network that nobody samples from: one file, by name."""
 
-    def write(folder: Path, weights: str, step: int) -> None:
-        tensors = {name: p.detach().contiguous().clone() for name, p in params.items()}
-        save_file(tensors, folder / CRITIC_FILE, metadata={"format": "pt"})
+    def write(
+        folder: Path, weights: str, step: int, tensors: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        found = tensors or {name: p.detach().contiguous().clone() for name, p in params.items()}
+        save_file(dict(found), folder / CRITIC_FILE, metadata={"format": "pt"})
 
     def read_(folder: Path) -> None:
         found, _ = read_safetensors(folder / CRITIC_FILE)
@@ -219,7 +233,7 @@ def plain(params: dict[str, torch.nn.Parameter]) -> Weights:
             )
         with torch.no_grad():
             for name, p in params.items():
-                p.copy_(found[name])
+                p.copy_(sharding.like(found[name], p))
 
     return Weights(params, write, read_)
 

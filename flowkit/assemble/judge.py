@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+from flowkit.assemble.latents import teachers
 from flowkit.config.distill import DistillConfig
 from flowkit.evaluate.heldout import evaluate
 from flowkit.generate import Recipe, draw
@@ -54,13 +56,14 @@ class Judge:
                     self.cfg.eval.batch,
                     self.cfg.seed,
                     self.dist,
+                    together=self.cfg.shard,
                 )
             row |= {name.replace("eval/", f"eval/{role}-{n}_"): value for name, value in found.items()}
         return row
 
     def preview(self, path: Path) -> None:
         """The same prompts and noise for the student, its average, and the teacher, a row each."""
-        if not self.dist.main or self.conds is None:
+        if self.conds is None or not (self.dist.main or self.cfg.shard):
             return
         jobs = [(i, self.cfg.seed) for i in range(min(self.cfg.preview.prompts, len(self.prompts)))]
         rows: list[tuple[Role, bool, int, str]] = [
@@ -74,7 +77,8 @@ class Judge:
                 for part, media in draw(model, self.conds, jobs, self.recipe(role, n), self.cfg.eval.batch):
                     shown += [(f"{label} {i}", thumbnail(media.pixels[k])) for k, (i, _) in enumerate(part)]
         text = {"prompts": [self.prompts[i].text for i, _ in jobs], "step": self.state.step}
-        save_sheet(path, [p for _, p in shown], len(jobs), [label for label, _ in shown], text)
+        if self.dist.main:
+            save_sheet(path, [p for _, p in shown], len(jobs), [label for label, _ in shown], text)
 
     @contextmanager
     def shown(self, role: Role, *, averaged: bool) -> Iterator[FlowModel]:
@@ -97,10 +101,4 @@ class Judge:
                 schedule="student",
                 settings=settings,
             )
-        return Recipe(
-            steps=steps,
-            size=c.pixels,
-            guidance=c.teacher.guidance,
-            schedule=c.teacher.schedule.name,
-            settings=c.teacher.schedule.settings,
-        )
+        return replace(teachers(c), steps=steps)

@@ -63,20 +63,11 @@ def make(model: FlowModel, cfg: DistillConfig, dist: Dist, told: Told) -> None:
     """
     assert cfg.data.path is not None
     assert cfg.data.prompts is not None
-    folder, prompts = Path(cfg.data.path).expanduser(), read(cfg.data.prompts)
-    t = cfg.teacher
-    recipe = Recipe(
-        steps=t.steps,
-        size=cfg.pixels,
-        guidance=t.guidance,
-        schedule=t.schedule.name,
-        settings=t.schedule.settings,
-    )
-    about = about_of(model, {**recipe.as_dict(), "seed": cfg.seed, "prompts_file": cfg.data.prompts})
-    shards = math.ceil(cfg.data.count / cfg.data.shard)
-    missing = dist.on_main(lambda: [k for k in range(shards) if not there(shard_path(folder, k), about)])
+    missing = dist.on_main(lambda: missing_of(model, cfg))
     if not missing:
         return
+    folder, prompts = Path(cfg.data.path).expanduser(), read(cfg.data.prompts)
+    recipe, about = teachers(cfg), made_by(model, cfg)
     conds = table_of(model, [p.text for p in prompts], cfg, dist)
     done, whole = 0, sum(min(cfg.data.shard, cfg.data.count - j * cfg.data.shard) for j in missing)
     for k in missing[dist.rank :: dist.world]:
@@ -98,6 +89,35 @@ def make(model: FlowModel, cfg: DistillConfig, dist: Dist, told: Told) -> None:
             )
         write_shard(shard_path(folder, k), latents, [prompts[i].text for i in rows], about)
     dist.gather_objects(None)  # all shards are there from here on
+
+
+def missing_of(model: FlowModel, cfg: DistillConfig) -> list[int]:
+    """Which shards of the teacher's latents are not there yet.
+
+    Raises:
+        UserError: one that was made by another recipe or for another model.
+    """
+    assert cfg.data.path is not None
+    folder, about = Path(cfg.data.path).expanduser(), made_by(model, cfg)
+    shards = math.ceil(cfg.data.count / cfg.data.shard)
+    return [k for k in range(shards) if not there(shard_path(folder, k), about)]
+
+
+def made_by(model: FlowModel, cfg: DistillConfig) -> dict[str, Any]:
+    """What the header of a shard of the teacher's latents says."""
+    return about_of(model, {**teachers(cfg).as_dict(), "seed": cfg.seed, "prompts_file": cfg.data.prompts})
+
+
+def teachers(cfg: DistillConfig) -> Recipe:
+    """How the teacher draws the data."""
+    t = cfg.teacher
+    return Recipe(
+        steps=t.steps,
+        size=cfg.pixels,
+        guidance=t.guidance,
+        schedule=t.schedule.name,
+        settings=t.schedule.settings,
+    )
 
 
 def encode_media(model: FlowModel, cfg: DistillConfig, dist: Dist, told: Told) -> Path:

@@ -9,6 +9,7 @@ from typing import Any
 
 from flowkit.assemble.distill import fd_step
 from flowkit.assemble.plan import described, grid
+from flowkit.assemble.shards import check_shards
 from flowkit.config.distill import NEED_DATA, DistillConfig
 from flowkit.data.prompts import read
 from flowkit.flow.schedule import student
@@ -19,6 +20,8 @@ from flowkit.models.latents import header_of
 from flowkit.rewards import check, load
 from flowkit.runtime.device import memory_estimate
 from flowkit.runtime.log import check as check_trackers
+
+COUNTS = (8, 16, 32, 64)  # processes that a plan with shards compares
 
 
 def plan(cfg: DistillConfig, processes: int) -> dict[str, Any]:
@@ -33,6 +36,8 @@ def plan(cfg: DistillConfig, processes: int) -> dict[str, Any]:
     prompts = read(cfg.data.prompts) if cfg.data.prompts and cfg.data.kind != "media" else []
     check([load(name) for name in cfg.reward], asked)
     step = fd_step(cfg)
+    if processes > 1:  # with one, the plan says how many it takes
+        check_shards(cfg, processes)
     model = describe(cfg.model)
     model.shape.check_size(cfg.pixels)
     share = math.ceil(cfg.batch / processes)
@@ -64,6 +69,7 @@ def plan(cfg: DistillConfig, processes: int) -> dict[str, Any]:
             "calls_of_micro": math.ceil(share / cfg.optim.micro),
         },
         "memory_bytes": memory(model, cfg, processes),
+        "shards": shards(model, cfg, processes),
         "out": {"folder": cfg.out, "exists": Path(cfg.out).exists()},
     }
 
@@ -92,7 +98,7 @@ def stages(cfg: DistillConfig) -> list[dict[str, Any]]:
 
 
 def memory(model: Description, cfg: DistillConfig, processes: int) -> dict[str, int]:
-    """Estimated bytes of one process: every process holds all networks whole."""
+    """Estimated bytes of one process, which holds all networks whole, or its shard of each."""
     config = model.configs["transformer"]
     layers = sum(int(config.get(key, 0)) for key in ("num_layers", "num_single_layers"))
     weights, full = model.parameters["transformer"], cfg.train == "full"
@@ -124,10 +130,29 @@ def memory(model: Description, cfg: DistillConfig, processes: int) -> dict[str, 
     elif cfg.networks == "three":
         found["teacher"] = found["weights"]
         found["critic"] += found["weights"]
+    if cfg.shard:
+        found["teacher"] = 4 * weights  # float32, as the two others
+        for part in ("trained", "gradients", "optimizer", "ema", "critic", "teacher"):
+            found[part] = math.ceil(found[part] / processes)
+        # a block at work, the next on its way, and the gradients of one, in the dtype of the calls
+        found["gathered"] = 3 * (weights // layers) * dtype_bytes
     if cfg.optim.offload:  # the moments of the one that waits are on the CPU
         found["optimizer"] //= 2
         found["critic"] -= 2 * 4 * trainable // 2
     return {**found, "total": sum(found.values())}
+
+
+def shards(model: Description, cfg: DistillConfig, processes: int) -> dict[str, Any] | None:
+    """Memory by number of processes, and what the machine of the first needs to write a checkpoint; None without."""
+    if not cfg.shard:
+        return None
+    counts = sorted({processes, *COUNTS})
+    return {
+        "processes": processes,
+        "memory_bytes": {str(n): memory(model, cfg, n)["total"] for n in counts},
+        # weights, their average and moments of the student, weights and moments of the critic, float32
+        "checkpoint_bytes": (4 + 3) * 4 * model.parameters["transformer"],
+    }
 
 
 def told(found: dict[str, Any], *, as_json: bool) -> str:
@@ -158,10 +183,22 @@ def told(found: dict[str, Any], *, as_json: bool) -> str:
         f"(times {' '.join(f'{t:.4g}' for t in found['student']['times'])})",
         f"tangent   fd_type {derivative['fd_type']}: {how[derivative['fd_type']]}{step}",
         f"iteration {it['batch']} samples, {it['samples_per_process']} a process in {it['calls_of_micro']} parts",
-        f"shards    none: each of {it['processes']} process(es) holds all networks whole",
+        f"shards    {told_shards(found['shards'], it['processes'])}",
         f"memory    {bytes_['total'] / 2**30:.3g} GiB a process: "
         + ", ".join(f"{name} {n / 2**30:.2g}" for name, n in bytes_.items() if n and name != "total"),
         f"run       {found['out']['folder']}"
         + (" (exists: goes on from it)" if found["out"]["exists"] else " (new)"),
     ]
     return "\n".join(lines) + "\n"
+
+
+def told_shards(found: dict[str, Any] | None, processes: int) -> str:
+    """How the weights are split, for a person."""
+    if found is None:
+        return f"none: each of {processes} process(es) holds all networks whole"
+    each = ", ".join(f"{n}: {b / 2**30:.3g}" for n, b in found["memory_bytes"].items())
+    return (
+        f"weights, gradients and moments over {processes} process(es), more by --processes or torchrun; GiB a process "
+        f"with {each}; a checkpoint is gathered in {found['checkpoint_bytes'] / 2**30:.3g} GiB of memory "
+        "of the first one's machine"
+    )

@@ -163,11 +163,13 @@ class DistillEvalConfig(Section):
 class DistillConfig(RunConfig):
     """One rCM run (arXiv:2510.08431). An iteration (`steps`) is one turn of the student or the critic.
 
-    `stages` are losses with their iterations, in the order in which they stand.
+    `stages` are losses with their iterations, in the order in which they stand. With `shard` the weights of the
+    three networks are split over the processes (FSDP2): float32 weights, calls in `dtype`.
     """
 
     algorithm: Literal["distill"]
     networks: Literal["one base", "three"] = "one base"
+    shard: bool = False
     batch: Count
     data: DataConfig
     teacher: TeacherConfig
@@ -194,6 +196,11 @@ class DistillConfig(RunConfig):
                 return loss, start  # type: ignore[return-value]
             start += self.stages[loss]
         raise IndexError(f"iteration {i} is behind the last stage")
+
+    @property
+    def float32_weights(self) -> bool:
+        """Shards hold float32 weights and compute in `dtype`."""
+        return self.shard or self.dtype == "float32"
 
     @property
     def turns(self) -> list[tuple[str, int, int]]:
@@ -229,6 +236,13 @@ class DistillConfig(RunConfig):
                 "networks",
                 "one base carries two adapters, but train is 'full'; use networks: three, or train: lora",
             )
+        if self.shard and self.train != "full":
+            raise refuse(
+                "shard",
+                "shards are for all weights: use train: full, or shard: false (a LoRA's base is held whole)",
+            )
+        if self.shard and self.optim.offload:
+            raise refuse("optim.offload", "moments in shards stay where they are; use offload: false")
         if max(self.eval.steps) > 1 + len(self.student.thetas):
             raise refuse(
                 "eval.steps",

@@ -198,11 +198,16 @@ class RunConfig(Section):
             raise refuse(
                 "lora.path", "lora.path is given but train is 'full'; use train=lora, or drop the path"
             )
-        if self.train == "full" and self.dtype != "float32":
+        if self.train == "full" and not self.float32_weights:
             raise refuse(
                 "dtype", "full weights in bfloat16 lose small updates; use dtype=float32, or train=lora"
             )
         return self
+
+    @property
+    def float32_weights(self) -> bool:
+        """Whether the transformer's own weights are held in float32, whatever its calls are computed in."""
+        return self.dtype == "float32"
 
 
 def parse_size(text: str) -> Size:

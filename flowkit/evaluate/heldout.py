@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from itertools import chain
 
 from flowkit.errors import UserError
-from flowkit.generate import Recipe, draw
+from flowkit.generate import Recipe, draw, draw_latents
 from flowkit.models import Cond, FlowModel
 from flowkit.runtime.dist import Dist
 from flowkit.types import Media, Prompt, Scores
@@ -26,8 +26,12 @@ def evaluate(
     batch: int,
     seed: int,
     dist: Dist,
+    *,
+    together: bool = False,
 ) -> dict[str, float]:
     """Mean score per reward over one picture a prompt, split over the processes.
+
+    With `together` all processes make equally many calls of the network, as one in shards needs.
 
     Returns:
         `eval/<reward>_mean`, `eval/<reward>_exact` where the reward says what is exact, and
@@ -39,6 +43,8 @@ def evaluate(
         submit(media, [prompts[i] for i, _ in jobs])
         for jobs, media in draw(model, conds, mine, recipe, batch)
     ]
+    if together and dist.rank >= len(parts) % dist.world > 0:
+        list(draw_latents(model, conds, [(i, seed) for i in parts[0]], recipe, batch))
     own: dict[str, list[float]] = defaultdict(list)
     scored, failed = [], None
     try:

@@ -68,11 +68,12 @@ def train_all(model: FlowModel) -> None:
     """Make every weight of the transformer trainable.
 
     Raises:
-        UsageError: a bfloat16 model: its 8 bits swallow updates below 1/256 of a weight.
+        UsageError: bfloat16 weights: their 8 bits swallow updates below 1/256 of a weight.
     """
-    if model.dtype != torch.float32:
+    if any(p.dtype != torch.float32 for p in model.net.parameters()):
         raise UsageError(
-            "train: full needs dtype: float32, since bfloat16 weights lose small updates; or train: lora."
+            "train: full needs dtype: float32, since bfloat16 weights lose small updates; or train: lora; or, in "
+            "distillation, shard: true, which keeps float32 weights and computes in bfloat16."
         )
     model.net.requires_grad_(True)
 

@@ -33,9 +33,18 @@ class Roles:
         self._worn: Role = "student"
 
     @classmethod
-    def three(cls, model: FlowModel, prepare: Callable[[FlowModel], None]) -> Roles:
-        """Copies of the network for teacher and fake score; `prepare` makes student and fake trainable."""
-        models: dict[Role, FlowModel] = {"student": model, "teacher": twin(model), "fake": twin(model)}
+    def three(
+        cls,
+        model: FlowModel,
+        prepare: Callable[[FlowModel], None],
+        copied: Callable[[FlowModel], FlowModel] | None = None,
+    ) -> Roles:
+        """Copies of the network for teacher and fake score; `prepare` makes student and fake trainable.
+
+        `copied` makes the copies, where it is not `twin`.
+        """
+        make = copied or twin
+        models: dict[Role, FlowModel] = {"student": model, "teacher": make(model), "fake": make(model)}
         prepare(models["student"])
         prepare(models["fake"])
         return cls(models, one_base=False)

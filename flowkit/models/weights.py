@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flowkit.errors import UsageError, UserError
-from flowkit.models import FlowModel, files, injection
+from flowkit.models import FlowModel, files, injection, sharding
 
 PREFIX = "transformer."
 LORA_FILE = "pytorch_lora_weights.safetensors"
@@ -263,8 +263,19 @@ def _lora_layers(model: FlowModel) -> list[tuple[str, Any]]:
     return [(n, m) for n, m in model.net.named_modules() if injection.ADAPTER in getattr(m, "lora_A", {})]
 
 
-def save_full(model: FlowModel, path: str | Path, extra_metadata: Mapping[str, Any] | None = None) -> Path:
+def save_full(
+    model: FlowModel,
+    path: str | Path,
+    extra_metadata: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+) -> Path:
     """Write all weights of the transformer; in a folder, with a config.json, so that diffusers loads it.
+
+    Args:
+        model: whose weights they are.
+        path: a folder, or a file that ends in .safetensors.
+        extra_metadata: more fields of the `flowkit` header.
+        tensors: the weights by name, gathered before, where the transformer is in shards.
 
     Raises:
         UsageError: the model carries a LoRA, whose weights belong into a LoRA file.
@@ -273,9 +284,9 @@ def save_full(model: FlowModel, path: str | Path, extra_metadata: Mapping[str, A
         raise UsageError("The transformer carries a LoRA; save it with save_lora.")
     file = _place(path, FULL_FILE)
     metadata = {"format": "pt", "flowkit": _header(model, "full", extra_metadata)}
-    files.write_safetensors(file, model.net.state_dict(), metadata)
+    files.write_safetensors(file, model.net.state_dict() if tensors is None else tensors, metadata)
     if file.name == FULL_FILE:
-        net: Any = model.net
+        net: Any = model.net if tensors is None else sharding.empty(model.net)
         net.save_config(file.parent)
     return file
 
@@ -306,4 +317,4 @@ def load_full(model: FlowModel, path: str | Path) -> None:
             raise UserError(f"{file} holds nan or infinity in {name}; take an earlier checkpoint.")
     with torch.no_grad():
         for name, value in tensors.items():
-            own[name].copy_(value)
+            own[name].copy_(sharding.like(value, own[name]))

@@ -235,7 +235,7 @@ def improve(
         return
     for chunk, k in itertools.product(batch, range(walk.length)):
         torch.autograd.backward(transition_loss(world, walk, chunk, k, cfg, meter) / everywhere)
-    dist.all_reduce_sum_(state.gradients())
+    state.reduce(dist)
     meter.add(1, grad_norm=state.update())
     meter.updates += 1
 

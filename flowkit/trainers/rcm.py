@@ -69,6 +69,7 @@ class Batch:
     i: int
     slots: Sequence[int]
     rows: Sequence[int]
+    first: bool  # of this process in this iteration
 
 
 def train(world: World, cfg: DistillConfig, state: DistillState, dist: Dist) -> Iterator[Row]:
@@ -87,7 +88,7 @@ def train(world: World, cfg: DistillConfig, state: DistillState, dist: Dist) -> 
                     matching(world, cfg, state, batch, meter)
             else:
                 critic(world, cfg, state, batch, meter)
-        dist.all_reduce_sum_(side.gradients())
+        side.reduce(dist)
         meter.add(1, **{"grad_norm" if side is state.student else "grad_norm/fake": side.update()})
         row = meter.means(dist)
         refuse_dropped(row, cfg, i)
@@ -115,7 +116,7 @@ def consistency(
         F_minus, J = DERIVATIVES[cfg.scm.fd_type](F, x, theta, F_T, world.fd_step, derivative)
         r = min(1.0, state.student.updates / cfg.scm.warmup) if cfg.scm.warmup else 1.0
         found = tangent(F_minus, F_T, x, theta, J, r, scope=cfg.scm.tangent_warmup_scope)
-        if cfg.probe_every and batch.slots[0] == 0 and batch.i % cfg.probe_every == 0:
+        if cfg.probe_every and batch.first and batch.i % cfg.probe_every == 0:
             probe(F, world, x, theta, F_T, J, meter)
     # a sample that is not finite leaves the loss; its place is kept by zeros, so that nothing waits for the count
     kept = found.norm.isfinite() & F_minus.flatten(1).isfinite().all(1)
@@ -206,7 +207,7 @@ def batches(world: World, cfg: DistillConfig, i: int, dist: Dist) -> Iterator[Ba
     mine = range(dist.rank, cfg.batch, dist.world)
     for start in range(0, len(mine), cfg.optim.micro):
         slots = mine[start : start + cfg.optim.micro]
-        yield Batch(i, slots, [rows[slot] for slot in slots])
+        yield Batch(i, slots, [rows[slot] for slot in slots], first=start == 0)
 
 
 def angles(times: Times, cfg: DistillConfig, batch: Batch, what: str) -> Tensor:

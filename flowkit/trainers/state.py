@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,9 @@ from torch import Tensor
 from flowkit.errors import UserError
 from flowkit.flow.ema import Ema
 from flowkit.flow.policy import RunningStats
+from flowkit.models import sharding
 from flowkit.models.files import read_safetensors
+from flowkit.runtime.dist import Dist
 from flowkit.runtime.files import write_text
 
 RAW = "raw"
@@ -29,8 +31,30 @@ class Weights:
     """The trained parameters and how they are written to, and read from, a folder in the users' format."""
 
     params: dict[str, torch.nn.Parameter]
-    write: Callable[[Path, str, int], None]  # folder, 'raw' or 'ema', step
+    write: Callable[..., None]  # folder, 'raw' or 'ema', step, and where they are in shards what was gathered
     read: Callable[[Path], None]
+    shards: Shards | None = None
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What weights need besides where every process holds a part of each.
+
+    Attributes:
+        tensors: what their file holds, by name.
+        changed: told when the shards were exchanged outside of training.
+        world: processes.
+        keep: whether this process keeps what is gathered, and writes.
+    """
+
+    tensors: Callable[[], Mapping[str, Tensor]]
+    changed: Callable[[], None]
+    world: int
+    keep: bool
+
+    def gathered(self) -> dict[str, Tensor]:
+        """The whole tensors on the process that keeps them; called on all."""
+        return sharding.gathered(self.tensors(), keep=self.keep)
 
 
 @dataclass(frozen=True)
@@ -71,6 +95,7 @@ class TrainState:
         step: finished iterations of the trainer.
         updates: finished optimizer steps.
         history: running reward statistics per prompt.
+        gathered: between `collect` and `save`, what is in shards.
     """
 
     weights: Weights
@@ -81,6 +106,7 @@ class TrainState:
     step: int = 0
     updates: int = 0
     history: RunningStats = field(default_factory=RunningStats)
+    gathered: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
     @classmethod
     def new(
@@ -117,7 +143,16 @@ class TrainState:
         if self.ema is not None:
             self.ema.update(self.updates)
         self.updates += 1
-        return norm.detach()
+        return sharding.whole(norm.detach())
+
+    def reduce(self, dist: Dist) -> None:
+        """Sum the gradients over the processes, where the backward pass has not done so already."""
+        shards, grads = self.weights.shards, self.gradients()
+        if shards is None:
+            dist.all_reduce_sum_(grads)
+            return
+        for grad in grads:
+            sharding.local(grad).mul_(shards.world)  # FSDP2 leaves their mean
 
     def gradients(self) -> list[Tensor]:
         """The gradients of all parameters; zeros for one that took none, so that all processes sum the same."""
@@ -129,8 +164,13 @@ class TrainState:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Inside, the parameters are their average; without one, they stay as they are."""
-        with self.ema.swap() if self.ema is not None else nullcontext():
-            yield
+        changed = self.weights.shards.changed if self.weights.shards is not None else lambda: None
+        try:
+            with self.ema.swap() if self.ema is not None else nullcontext():
+                changed()
+                yield
+        finally:
+            changed()
 
     def park(self, device: torch.device | str) -> None:
         """Move the optimizer's moments: to the CPU while another optimizer is at work, and back before `update`."""
@@ -139,23 +179,46 @@ class TrainState:
                 if key != "step":
                     moments[key] = value.to(device, non_blocking=True)
 
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint into an existing, empty folder."""
-        if self.ema is not None:
-            with self.ema.swap():
-                self.weights.write(folder, "ema", self.step)
-            (folder / RAW).mkdir()
-            self.weights.write(folder / RAW, "raw", self.step)
-        else:
-            self.weights.write(folder, "raw", self.step)
-        tensors = {
-            f"{key}/{name}": value.detach().contiguous().clone()
+    def moments(self) -> dict[str, Tensor]:
+        """The optimizer's state as its file names it."""
+        return {
+            f"{key}/{name}": value.detach()
             for name, p in self.params.items()
             for key, value in self.optimizer.state[p].items()
         }
-        save_file(tensors, folder / "optimizer.safetensors", metadata={"format": "pt"})
+
+    def collect(self) -> None:
+        """Before `save` on one process: on all of them, gather what is in shards."""
+        shards = self.weights.shards
+        if shards is None:
+            return
+        if self.ema is not None:
+            with self.ema.swap():
+                self.gathered["ema"] = shards.gathered()
+        self.gathered["raw"] = shards.gathered()
+        self.gathered["moments"] = sharding.gathered(self.moments(), keep=shards.keep)
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint into an existing, empty folder."""
+        if self.ema is not None:
+            with self.ema.swap() if self.weights.shards is None else nullcontext():
+                self._write(folder, "ema")
+            (folder / RAW).mkdir()
+            self._write(folder / RAW, "raw")
+        else:
+            self._write(folder, "raw")
+        moments = self.gathered.pop("moments", None) or {
+            name: value.contiguous().clone() for name, value in self.moments().items()
+        }
+        save_file(moments, folder / "optimizer.safetensors", metadata={"format": "pt"})
         state = {"step": self.step, "updates": self.updates, "history": self.history.state()}
         write_text(folder / "state.json", json.dumps(state, indent=1))
+
+    def _write(self, folder: Path, weights: str) -> None:
+        if self.weights.shards is None:
+            self.weights.write(folder, weights, self.step)
+        else:
+            self.weights.write(folder, weights, self.step, self.gathered.pop(weights))
 
     def load(self, folder: Path) -> None:
         """Go on from a checkpoint, bit for bit.
@@ -185,7 +248,7 @@ class TrainState:
                 ) from None
             if found:
                 self.optimizer.state[p] = {
-                    k: v.to("cpu" if k == "step" else p.device) for k, v in found.items()
+                    k: v.to("cpu") if k == "step" else sharding.like(v, p) for k, v in found.items()
                 }
         self.step, self.history = state["step"], RunningStats.load(state["history"])
 
@@ -214,6 +277,11 @@ class DistillState:
             other = self.fake if side is self.student else self.student
             other.park("cpu")
             side.park(next(iter(side.params.values())).device)
+
+    def collect(self) -> None:
+        """Before `save` on one process: on all of them, gather what is in shards."""
+        self.student.collect()
+        self.fake.collect()
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint into an existing, empty folder."""

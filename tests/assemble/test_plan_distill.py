@@ -45,6 +45,28 @@ def test_the_moments_of_the_one_that_waits_are_not_counted_when_they_are_parked(
     assert parked["total"] < held["total"]
 
 
+def test_the_plan_of_full_weights_says_what_a_process_holds_in_shards() -> None:
+    cfg = preset("wan-14b", "scm.fd_type=1")
+    one, many = plan(cfg, 1), plan(cfg, 32)
+    weights = one["model"]["parameters"]["transformer"]
+    # three networks, a gradient, two moments of two, an average, all in float32
+    split = ("trained", "gradients", "optimizer", "ema", "critic", "teacher")
+    assert sum(one["memory_bytes"][name] for name in split) == 10 * 4 * weights
+    for name in split:
+        assert many["memory_bytes"][name] == pytest.approx(one["memory_bytes"][name] / 32, rel=1e-6)
+    assert many["shards"]["memory_bytes"]["32"] == many["memory_bytes"]["total"]
+    assert [*many["shards"]["memory_bytes"]] == ["8", "16", "32", "64"]
+    text = told(many, as_json=False)
+    assert "over 32 process(es)" in text
+    assert "64: 3" in text
+    assert plan(preset("wan-1.3b"), 2)["shards"] is None
+
+
+def test_shards_need_as_many_samples_in_every_process() -> None:
+    with pytest.raises(UsageError, match=r"batch 64 does not deal 5 processes .* use batch=65"):
+        plan(preset("wan-14b"), 5)
+
+
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [

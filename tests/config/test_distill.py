@@ -59,12 +59,22 @@ def test_the_turns_of_each_stage_add_up_to_the_steps_of_the_run() -> None:
         ("scm.fd_step=0.5", "scm.fd_step"),
         ("teacher={}", "teacher.guidance"),
         ("ema.width=0.4", "ema.width"),
+        ("shard=true", "shards are for all weights"),
     ],
 )
 def test_a_config_that_cannot_work_is_one_sentence(override: str, sentence: str) -> None:
     with pytest.raises(UsageError) as error:
         config(override)
     assert sentence in str(error.value)
+
+
+def test_shards_compute_in_bfloat16_over_float32_weights_and_park_nothing() -> None:
+    full = ("train=full", "networks=three")
+    assert config(*full, "shard=true", "dtype=bfloat16").dtype == "bfloat16"
+    with pytest.raises(UsageError, match="lose small updates"):
+        config(*full, "dtype=bfloat16")
+    with pytest.raises(UsageError, match="moments in shards stay where they are"):
+        config(*full, "shard=true", "optim.offload=true")
 
 
 def test_full_weights_and_dmd_of_prompts_are_fine_with_what_they_need() -> None:

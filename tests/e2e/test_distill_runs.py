@@ -108,6 +108,49 @@ def test_two_processes_reach_the_weights_of_one(bundle: Path, undisturbed: Path,
             assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-5), name
 
 
+FULL: dict[str, object] = {"train": "full", "networks": "three", "preview__every": 99}
+
+
+def test_two_processes_with_shards_reach_the_weights_of_one_without(
+    bundle: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    found, folders = {}, {}
+    for name, changes, extra in (
+        ("alone", {}, ()),
+        ("shards", {"shard": True}, ("--processes", 2)),
+        ("resumed", {"shard": True}, ("--processes", 2)),
+    ):
+        folders[name] = tmp_path_factory.mktemp(name)
+        path = runs.distill_config(folders[name], str(bundle), **{**FULL, **changes})
+        made = runs.flowkit("distill", "--config", path, "--make-data")
+        assert made.returncode == 0, made.stderr
+        if name == "resumed":
+            first = runs.flowkit("distill", "--config", path, "--steps", 4, *extra)
+            assert first.returncode == 0, first.stderr
+        done = runs.flowkit("distill", "--config", path, *extra)
+        assert done.returncode == 0, done.stderr
+        found[name] = runs.tensors(folders[name] / "run" / "checkpoints" / LAST)
+    alone, shards, resumed = (found[name] for name in ("alone", "shards", "resumed"))
+    assert alone.keys() == shards.keys() == resumed.keys()
+    assert [name for name in shards if not torch.equal(shards[name], resumed[name])] == []
+    start = load_file(bundle / "transformer" / "diffusion_pytorch_model.safetensors")
+    moved = 0.0
+    for name, value in alone.items():
+        if "optimizer" in name:
+            continue
+        # gradients are summed in another order; at most five steps of Adam with eps 1e-6
+        torch.testing.assert_close(shards[name], value, rtol=0, atol=1e-5)
+        if name.startswith("raw/"):
+            moved = max(moved, (value - start[name.split(":")[1]]).abs().max().item())
+    assert moved > 1e-3  # by far more than the tolerance
+    for a, b in zip(
+        runs.rows_of(folders["shards"] / "run"), runs.rows_of(folders["alone"] / "run"), strict=True
+    ):
+        assert a.keys() == b.keys()
+        for name in a.keys() - {"step_time", "step_time/train", "images/s", "probe/J_error"}:
+            assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-5), name
+
+
 def test_the_student_is_sampled_with_nothing_but_its_file(undisturbed: Path, tmp_path: Path) -> None:
     student = undisturbed / "checkpoints" / LAST / "pytorch_lora_weights.safetensors"
     seen = set()
