@@ -94,6 +94,7 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--samples", type=int, default=12)
+    parser.add_argument("--steps", type=int, nargs="+", default=[4, 3, 2, 1])
     parser.add_argument("--sheet", type=Path)
     args = parser.parse_args()
     cfg = resolve(DistillConfig, args.runs[0] / "config.yaml").config
@@ -111,7 +112,7 @@ def main() -> None:
     shown = [(f"teacher {t.steps}", theirs[:8, 0])]
     others, _ = bench.drawn(bench.model, teacher(t.steps), 10_000)
     rows[f"teacher, {t.steps} steps, other seeds"] = bench.judged(others, theirs, seconds)
-    for n in (4, 2, 1):
+    for n in args.steps:
         pixels, seconds = bench.drawn(bench.model, teacher(n), 30_000)
         rows[f"teacher, {n} steps"] = bench.judged(pixels, theirs, seconds)
         shown.append((f"teacher {n}", pixels[:8, 0]))
@@ -119,7 +120,7 @@ def main() -> None:
         student = student_of(run)
         model = load(cfg.model)
         put_on(model, student)
-        for n in (4, 2, 1):
+        for n in args.steps:
             pixels, seconds = bench.drawn(model, recipe_of(student, cfg.pixels, steps=n), 20_000)
             rows[f"{run.name}, {n} steps"] = bench.judged(pixels, theirs, seconds)
             shown.append((f"{run.name} {n}", pixels[:8, 0]))
